@@ -1,0 +1,1 @@
+"""What the device says: memory, errors, allocations."""

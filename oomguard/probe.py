@@ -1,0 +1,352 @@
+"""
+The probe before training: trials of the real step on dummy data, and the searches over them.
+
+A search decides which sizes are tried; it knows nothing of memory. A trial runs
+the step at one size and says whether it fits.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oomguard.errors import BatchLimitError, InputError
+from oomguard.memory.device import DeviceMemory, memory_of
+from oomguard.memory.oom import Verdict, classify, explain, let_go
+from oomguard.memory.units import format_bytes, parse_bytes
+from oomguard.ranks import require_one_rank
+from oomguard.report import FitReport, Trial
+from oomguard.step.call import Limit, Step
+from oomguard.step.inputs import make_dummy, read_batch
+from oomguard.step.state import Found, Saved, find_state
+
+_LOG = logging.getLogger("oomguard")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options of a probe; `fit_batch` says what they mean."""
+
+    inputs: Mapping[str, Any]
+    state: object = None
+    device: torch.device | str | None = None
+    start: int = 2
+    max_batch_size: int | None = None
+    dataset_size: int | None = None
+    headroom: float = 0.05
+    steps_per_trial: int = 3
+    search: str = "replay"
+    multiple_of: int = 1
+    progress: bool | None = None
+    capacity: int | str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is not legal, where it was given."""
+        for name in ("start", "steps_per_trial", "multiple_of"):
+            _check_count(name, getattr(self, name))
+        for name in ("max_batch_size", "dataset_size"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        if isinstance(self.headroom, bool) or not isinstance(self.headroom, int | float) or not 0 <= self.headroom < 1:
+            raise ValueError(
+                f"oomguard: headroom is the fraction of the device's memory that stays free, from 0 to less than 1, "
+                f"got {self.headroom!r}"
+            )
+        if self.search not in SEARCHES:
+            legal = ", ".join(map(repr, sorted(SEARCHES)))
+            raise ValueError(f"oomguard: search must be one of {legal}, got {self.search!r}")
+        if self.max_batch_size is not None and self.max_batch_size < self.start:
+            raise ValueError(
+                f"oomguard: max_batch_size={self.max_batch_size} is less than start={self.start}: "
+                "nothing could be tried; lower start or raise max_batch_size"
+            )
+        if self.cap is not None and self.cap < self.multiple_of:
+            raise ValueError(
+                f"oomguard: no multiple of multiple_of={self.multiple_of} is within the largest size {self.cap}"
+            )
+        if self.device is not None:
+            torch.device(self.device)
+        if self.capacity is not None:
+            parse_bytes(self.capacity)
+
+    @property
+    def cap(self) -> int | None:
+        """The largest size that may be tried."""
+        return min((size for size in (self.max_batch_size, self.dataset_size) if size is not None), default=None)
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"oomguard: {name} must be a whole number of at least 1, got {value!r}")
+
+
+# Searches: `fits(size)` runs a trial; sizes go from 1 to *cap* (None: no end); the answer is 0 where nothing fits.
+
+
+def double(fits: Callable[[int], bool], start: int, cap: int | None) -> int:
+    """
+    Double from *start* until a size does not fit; return the last that did.
+
+    Example:
+        >>> double(lambda size: size <= 100, start=2, cap=None)
+        64
+    """
+    return _bracket(fits, start, cap)[0]
+
+
+def bisect(fits: Callable[[int], bool], start: int, cap: int | None) -> int:
+    """
+    Double, then halve the interval between the last size that fits and the first that does not.
+
+    Example:
+        >>> bisect(lambda size: size <= 100, start=2, cap=None)
+        100
+    """
+    fit, unfit = _bracket(fits, start, cap)
+    while unfit is not None and unfit - fit > 1:
+        middle = (fit + unfit) // 2
+        if fits(middle):
+            fit = middle
+        else:
+            unfit = middle
+    return fit
+
+
+def _bracket(fits: Callable[[int], bool], start: int, cap: int | None) -> tuple[int, int | None]:
+    """Return the last power of two times *start* that fits, and the next one, which does not."""
+    size = start if cap is None else min(start, cap)
+    if not fits(size):
+        while size > 1:
+            size, unfit = size // 2, size
+            if fits(size):
+                return size, unfit
+        return 0, 1
+    while size != cap:
+        larger = 2 * size if cap is None else min(2 * size, cap)
+        if not fits(larger):
+            return size, larger
+        size = larger
+    return size, None
+
+
+SEARCHES: dict[str, Callable[[Callable[[int], bool], int, int | None], int]] = {
+    "bisect": bisect,
+    "double": double,
+    "replay": bisect,  # traces of small steps will say where to look; until then it bisects, and the report says so
+}
+
+
+def probe(step: Step, plan: Plan) -> FitReport:
+    """
+    Find the largest batch of *step* that fits, and leave everything as it was.
+
+    Args:
+        step: The user's step with its declared inputs.
+        plan: The options.
+
+    Returns:
+        The report; its `batch_size` has run.
+
+    Raises:
+        BatchLimitError: Not even the smallest size fits.
+        RankError: There are several ranks.
+        InputError: The step takes its data from an iterator, or does nothing with its inputs.
+    """
+    require_one_rank("a probe")
+    found = find_state(step.function, plan.state)
+    if found.iterators:
+        raise InputError(
+            f"oomguard: {step.name} takes from an iterator, {found.iterators[0]!r}: what a probe took from it could "
+            "not be put back. Take the batch outside and pass it as an argument."
+        )
+    device = _device_of(plan, found)
+    held = sum(t.nbytes for t in found.tensors if t.device == device) if device.type == "cpu" else 0
+    saved = Saved(found)
+    memory = memory_of(device, capacity_bytes=plan.capacity and parse_bytes(plan.capacity), held_bytes=held)
+    trials = _Trials(step, plan, memory, saved)
+    try:
+        unit = plan.multiple_of  # sizes are counted in it, so that every size tried is a multiple
+        cap = None if plan.cap is None else plan.cap // unit
+        answer = unit * SEARCHES[plan.search](lambda size: trials.fits(size * unit), max(1, plan.start // unit), cap)
+    finally:
+        trials.close()
+    report = trials.report(answer, found)
+    if answer == 0:
+        raise BatchLimitError(trials.explain_nothing_fits(), report)
+    step.limit = Limit(answer, read_batch(step.function, step.inputs, (), trials.dummy(1)).shapes)
+    return report
+
+
+def _device_of(plan: Plan, found: Found) -> torch.device:
+    if plan.device is not None:
+        device = torch.device(plan.device)
+    elif found.devices:
+        device = found.devices[0]
+    elif found.tensors:  # the model is on the CPU, so the step is too
+        device = torch.device("cpu")
+    else:
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type not in ("cpu", "mps") and device.index is None:
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+class _Trials:
+    """The trials of one probe, in the order tried."""
+
+    def __init__(self, step: Step, plan: Plan, memory: DeviceMemory, saved: Saved) -> None:
+        self._step, self._plan, self._memory, self._saved = step, plan, memory, saved
+        self._budget_bytes = memory.budget_bytes(plan.headroom)
+        self._trials: list[Trial] = []
+        self._first_failure = ""
+        self._proven = False  # the step was seen to do something
+        self._lost = False  # the device's context is gone
+        self._show = _progress_bar(plan.progress, step.name)
+
+    def fits(self, size: int) -> bool:
+        """Run the step at *size* and tell whether it fits."""
+        reason, caught, steps = "", None, 0
+        with self._memory.measure(self._budget_bytes) as peak:
+            started = time.perf_counter()
+            try:
+                batch = result = None
+                for _ in range(self._plan.steps_per_trial):
+                    batch = self.dummy(size)  # the old batch lives until the new one is made, as in a loop
+                    result = self._run(batch)
+                    steps += 1
+            except Exception as error:
+                reason = self._judge(error, size)
+                if not reason:
+                    raise
+                caught = error
+            finally:
+                del batch, result
+        seconds = time.perf_counter() - started
+        if caught is not None:
+            let_go(caught)
+            del caught
+            gc.collect()  # cycles of the failed attempt hold memory, too
+        self._saved.restore()
+        if not reason and peak.reserved_bytes > self._budget_bytes:
+            reason = f"over the budget: {format_bytes(peak.reserved_bytes)} of {format_bytes(self._budget_bytes)}"
+        trial = Trial(size, not reason, reason, peak.allocated_bytes, peak.reserved_bytes, seconds, steps)
+        self._trials.append(trial)
+        self._first_failure = self._first_failure or reason
+        _LOG.info("oomguard: %s with %d items: %s", self._step.name, size, reason or "ran")
+        self._show(trial)
+        return trial.passed
+
+    def dummy(self, size: int) -> dict[str, Any]:
+        """Make dummy inputs of *size* items."""
+        return make_dummy(self._plan.inputs, size, self._memory.device)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if not self._lost:
+            self._saved.restore()
+            gc.collect()
+            self._memory.empty_cache()
+
+    def _run(self, batch: dict[str, Any]) -> Any:
+        if self._proven:
+            return self._step.function(**batch)
+        with _Witness() as witness:
+            result = self._step.function(**batch)
+        if not witness.saw_work:
+            raise InputError(
+                f"oomguard: {self._step.name} did nothing with its inputs: no tensor operation ran, so any batch "
+                "would seem to fit. Decorate the function that runs the model."
+            )
+        self._proven = True
+        return result
+
+    def _judge(self, error: Exception, size: int) -> str:
+        """Return why this size does not fit; empty: the error is about something else."""
+        verdict = classify(error)
+        self._lost = verdict is Verdict.FATAL
+        if self._lost:
+            error.add_note("oomguard: the device's context is lost, so nothing could be put back; start a new process.")
+        if verdict is Verdict.HOST:
+            error.add_note("oomguard: this is about host memory, not the device's: a smaller batch may not help.")
+        if verdict is Verdict.AMBIGUOUS and not any(t.passed and t.batch_size < size for t in self._trials):
+            return ""
+        if verdict not in (Verdict.OOM, Verdict.CAP, Verdict.AMBIGUOUS):
+            return ""
+        return f"{verdict.value}: {explain(error)}"
+
+    def report(self, answer: int, found: Found) -> FitReport:
+        """Return what was tried and found."""
+        search = "bisect" if self._plan.search == "replay" else self._plan.search
+        return FitReport(
+            step=self._step.name,
+            device=str(self._memory.device),
+            capacity_bytes=self._memory.capacity_bytes,
+            budget_bytes=self._budget_bytes,
+            headroom=self._plan.headroom,
+            search=search,
+            batch_size=answer or None,
+            ended=self._ended(answer),
+            trials=tuple(self._trials),
+            restored=found.names(),
+        )
+
+    def _ended(self, answer: int) -> str:
+        failed = [trial for trial in self._trials if not trial.passed and trial.batch_size > answer]
+        if failed:
+            nearest = min(failed, key=lambda trial: trial.batch_size)
+            return f"{nearest.reason.partition(':')[0]} at {nearest.batch_size}"
+        if answer == self._plan.dataset_size:
+            return f"the data set has {answer} items"
+        return f"max_batch_size is {self._plan.max_batch_size}" if self._plan.cap == self._plan.max_batch_size else (
+            f"the data set has {self._plan.dataset_size} items"
+        )
+
+    def explain_nothing_fits(self) -> str:
+        """Return the message for a step that does not fit at any size."""
+        sizes = ", ".join(str(trial.batch_size) for trial in self._trials)
+        peak = min(trial.peak_reserved_bytes for trial in self._trials)
+        return (
+            f"oomguard: {self._step.name} does not fit on {self._memory.device} at any batch size "
+            f"(tried {sizes}; peak {format_bytes(peak)}, budget {format_bytes(self._budget_bytes)} of "
+            f"{format_bytes(self._memory.capacity_bytes)}). Smaller inputs, activation checkpointing or a smaller "
+            f"model may help. The first error was: {self._first_failure}"
+        )
+
+
+class _Witness(TorchDispatchMode):
+    """Notice whether any operation on tensors runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saw_work = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.saw_work = True
+        return func(*args, **(kwargs or {}))
+
+
+def _progress_bar(wanted: bool | None, name: str) -> Callable[[Trial], None]:  # noqa: FBT001 - one option, passed on
+    """Return what shows a trial: nothing, or a bar where tqdm is installed and a person looks on."""
+    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+        return lambda _: None
+    try:
+        from tqdm import tqdm  # noqa: PLC0415 - optional
+    except ImportError:
+        if wanted:
+            raise ImportError("oomguard: progress=True needs tqdm: pip install 'oomguard[progress]'") from None
+        return lambda _: None
+    bar = tqdm(desc=f"oomguard: {name}", unit=" trials", leave=False)
+
+    def show(trial: Trial) -> None:
+        bar.set_postfix_str(f"{trial.batch_size} {'ran' if trial.passed else trial.reason.partition(':')[0]}")
+        bar.update()
+
+    return show

@@ -1,0 +1,1 @@
+"""What one call of a user's step is: its inputs, its state, its pieces."""

@@ -1,0 +1,291 @@
+"""
+Note before an attempt what it may leave half-done, and put that back after an OOM.
+
+A guarded call that meets no OOM pays for this, so only what an attempt can
+leave half-done is copied: random states, running statistics, the entries of
+small containers, schedules. Everything else is watched: `_version` tells
+whether a tensor was written, and what was written needs a full copy
+(`oomguard.step.state.Saved`) or is named in the error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from oomguard.step.state import STATEFUL, RandomState, Saved, content_of, entries_of, find_state, refill, same_entries
+
+_MOVING_BYTES = 2**20  # tensors up to this size that calls write (spectral norm's vectors) are copied at every entry
+_SMALL = 64  # containers up to this many entries are copied; from longer ones only new elements are taken back
+
+
+class Watch:
+    """
+    The state of one step, looked up once and kept from call to call.
+
+    Attributes:
+        found: What the step can change.
+        parameters: The leaves that gradients are gathered for; grows when a
+            backward meets one that the walk did not.
+        watched: Tensors, with their names, that an attempt should leave unwritten until its update.
+        settled: Optimizers (by `id`) that have completed an update. Before that, an
+            update creates state, in the middle of which `_version` can't help.
+        surveyed: A call has ended, so that all parameters that backward reaches are known.
+        missed: Optimizers that have stepped and were not found: the next walk starts from them, too.
+    """
+
+    def __init__(self, function: Callable[..., Any], extra: object = None, arguments: Iterable[object] = ()) -> None:
+        self.found = found = find_state(function, extra, arguments)
+        self.parameters = found.parameters
+        self.norm_buffers = found.norm_buffers()
+        self.settled: set[int] = set()
+        self.surveyed = False
+        self.missed: list[torch.optim.Optimizer] = []
+        self._known = {id(thing) for thing in (*self.parameters, *found.optimizers)}
+        self._states: dict[torch.optim.Optimizer, tuple[int, list[torch.Tensor]]] = {}
+        apart = {id(tensor) for tensor in self.norm_buffers}
+        apart |= {id(t) for o in found.optimizers for state in o.state.values() for t in state.values()}
+        apart |= {id(parameter.grad) for parameter in self.parameters}
+        self.watched = [(tensor, name) for tensor, name in found.tensors.items() if id(tensor) not in apart]
+        # What counts calls: the attributes of schedulers and scalers, and the groups that schedules write.
+        self._counting = [vars(thing) for thing in (*found.schedulers, *found.scalers)]
+        self._counting += [group for optimizer in found.optimizers for group in optimizer.param_groups]
+        self._containers = [c for _, c, owner in found.containers if not isinstance(owner, STATEFUL)]
+        self._cells = [cell for _, cell in found.cells]
+        self._globals = [(table, name) for name, table in found.globals]
+        self._modules = [module for _, module in found.modules]
+        self._still = [t for t, _ in self.watched if not t.requires_grad]  # as far as anyone knows
+        self._still_versions = [tensor._version for tensor in self._still]
+        self._first = self._still  # before the first call nobody knows: these are copied then
+        self._moving = self.norm_buffers
+        self._buffers = _by_kind(self._moving)
+        tables = [table for table in self._containers if isinstance(table, dict)]
+        places = [*self._globals, *((table, key) for table in tables for key in table)]
+        self._roots = [(t, k, t[k]) for t, k in places if isinstance(t.get(k), STATEFUL)]
+        self._cell_roots = [(c, c.cell_contents) for c in self._cells if isinstance(c.cell_contents, STATEFUL)]
+
+    def knows(self, thing: object) -> bool:
+        """Tell whether a parameter or optimizer is known, and know it from now on."""
+        known = id(thing) in self._known
+        self._known.add(id(thing))
+        return known
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Return the tensors of *optimizer*'s state, looked up again when parameters have joined it."""
+        length, tensors = self._states.get(optimizer, (-1, []))
+        if length != len(optimizer.state):
+            tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+            self._states[optimizer] = (len(optimizer.state), tensors)
+        return tensors
+
+    def is_current(self) -> bool:
+        """Tell whether the step still reaches the same objects: a new model or optimizer needs a new walk."""
+        for cell, value in self._cell_roots:
+            if cell.cell_contents is not value:
+                return False
+        for table, key, value in self._roots:
+            if table.get(key) is not value:
+                return False
+        return not self.missed
+
+
+    def copy_what_moves(self) -> None:
+        """Copy small tensors that calls write from now on: those whose version has changed since the last call."""
+        versions = [tensor._version for tensor in self._still]
+        if versions != self._still_versions:
+            pairs = zip(self._still, versions, self._still_versions, strict=True)
+            moved = {id(t) for t, now, before in pairs if now != before and t.nbytes <= _MOVING_BYTES}
+            self._moving = self._moving + [tensor for tensor in self._still if id(tensor) in moved]
+            self._buffers = _by_kind(self._moving)
+            self.watched = [pair for pair in self.watched if id(pair[0]) not in moved]
+            self._still = [tensor for tensor in self._still if id(tensor) not in moved]
+            versions = [tensor._version for tensor in self._still]
+        self._still_versions = versions
+
+
+def _nothing() -> None:
+    """Reach no state: a walk that starts elsewhere."""
+
+
+def _note_versions(values: Iterable[object], noted: list[tuple[torch.Tensor, int]]) -> None:
+    """Add the tensors in *values*, nested ones too, with their versions to *noted*."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_inference():  # such tensors can't be written outside inference mode, and have no version
+                noted.append((value, value._version))
+        elif isinstance(value, dict):
+            _note_versions(value.values(), noted)
+        elif isinstance(value, list | tuple):
+            _note_versions(value, noted)
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Pair tensors with room for a copy, in lists of one dtype and device: one kernel copies such a list."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return [(kind, [torch.empty_like(tensor) for tensor in kind]) for kind in kinds.values()]
+
+
+class Entry:
+    """
+    A step's state at the entry of one attempt.
+
+    Args:
+        watch: The step's state.
+        args: The arguments of the call: its tensors must not be written.
+        kwargs: Its keyword arguments.
+        copy: Keep a full copy on the host from the start. Otherwise one is made
+            when an optimizer begins its first update, and none for later ones.
+    """
+
+    def __init__(
+        self, watch: Watch, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, copy: bool = False
+    ) -> None:
+        self._watch = watch
+        self._random = RandomState(watch.found, python=watch.found.draws_python)
+        self.gradients = [(p, gradient) for p in watch.parameters if (gradient := p.grad) is not None]
+        self._inputs: list[tuple[torch.Tensor, int]] = []
+        _note_versions(args, self._inputs)
+        if kwargs:
+            _note_versions(kwargs.values(), self._inputs)
+        if watch._still:
+            watch.copy_what_moves()
+        self._watched = watch.watched
+        self._versions = [tensor._version for tensor, _ in self._watched]
+        self._first = [(t, t._version, t.to("cpu", copy=True)) for t in watch._first]
+        watch._first = []
+        self._gradient_versions = [gradient._version for _, gradient in self.gradients]
+        self._counting = [dict(table) for table in watch._counting]
+        self._scalers = [
+            {key: dict(state) for key, state in scaler._per_optimizer_states.items()} for scaler in watch.found.scalers
+        ]
+        self._containers = [entries_of(c) if len(c) <= _SMALL else len(c) for c in watch._containers]
+        self._cells = [content_of(cell) for cell in watch._cells]
+        self._globals = [table.get(name) for table, name in watch._globals]
+        self._training = [module.training for module in watch._modules] if watch.found.sets_modes else ()
+        for tensors, copies in watch._buffers:
+            torch._foreach_copy_(copies, tensors)
+        self._saved = [Saved(watch.found)] if copy else []
+        self._states: dict[torch.optim.Optimizer, tuple[int, list[torch.Tensor], list[int]]] = {}
+        self._unseen: list[str] = []  # updates that `_version` does not show
+
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note *optimizer*'s state; before its first update, copy everything to the host."""
+        if not self._watch.knows(optimizer):
+            self._watch.missed.append(optimizer)
+            self._saved.append(Saved(find_state(_nothing, optimizer)))
+        if not self._saved and id(optimizer) not in self._watch.settled:
+            self._saved.append(Saved(self._watch.found))
+        if optimizer not in self._states:
+            tensors = self._watch.state_of(optimizer)
+            self._states[optimizer] = (len(optimizer.state), tensors, [tensor._version for tensor in tensors])
+
+    def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that *optimizer* has completed an update."""
+        self._watch.settled.add(id(optimizer))
+        if any(group.get("fused") for group in optimizer.param_groups):
+            self._unseen.append(f"the update of {type(optimizer).__name__}")
+
+    def adopt(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Note the gradients of leaves that the walk has not found, before a backward adds to them."""
+        for leaf in leaves:
+            if not self._watch.knows(leaf):
+                self._watch.parameters.append(leaf)
+                if leaf.grad is not None:
+                    self.gradients.append((leaf, leaf.grad))
+                    self._gradient_versions.append(leaf.grad._version)
+                    self._gradients_at_entry[id(leaf)] = leaf.grad
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient that *parameter* had at entry."""
+        return self._gradients_at_entry.get(id(parameter))
+
+    @functools.cached_property
+    def _gradients_at_entry(self) -> dict[int, torch.Tensor]:
+        return {id(parameter): gradient for parameter, gradient in self.gradients}
+
+    def has_moved(self) -> bool:
+        """Tell whether a watched tensor was written since."""
+        return any(t._version != v for (t, _), v in zip(self._watched, self._versions, strict=True))
+
+    def restore(self) -> list[str]:
+        """
+        Put everything back.
+
+        Returns:
+            The names of what was written and has no copy. If there are any, nothing
+            but what surrounds the update (random states, counters, gradients) was put back.
+        """
+        for tensor, version, copied in self._first:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(copied)
+        lost = self._lost()
+        for saved in reversed(self._saved):
+            saved.restore()
+        for optimizer, (length, _, _) in self._states.items():
+            for parameter in list(optimizer.state)[length:]:
+                del optimizer.state[parameter]
+        for table, before in zip(self._watch._counting, self._counting, strict=True):
+            if list(table.items()) != before:
+                refill(table, list(before.items()))
+        for scaler, states in zip(self._watch.found.scalers, self._scalers, strict=True):
+            refill(scaler._per_optimizer_states, list(states.items()))
+        for container, held in zip(self._watch._containers, self._containers, strict=True):
+            if isinstance(held, list):
+                if not same_entries(held, entries_of(container)):
+                    refill(container, held)
+            elif isinstance(container, list):
+                del container[held:]
+        self._restore_names()
+        for module, training in zip(self._watch._modules, self._training, strict=False):
+            module.training = training
+        with torch.no_grad():
+            for tensors, copies in self._watch._buffers:
+                torch._foreach_copy_(tensors, copies)
+        self.restore_gradients()
+        self._random.restore()
+        torch.clear_autocast_cache()
+        return lost
+
+    def restore_gradients(self) -> None:
+        """Give every parameter the gradient that it had, or none."""
+        for parameter in self._watch.parameters:
+            gradient = self.gradient_of(parameter)
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+    def _restore_names(self) -> None:
+        for cell, content in zip(self._watch._cells, self._cells, strict=True):
+            if content_of(cell) is not content:
+                cell.cell_contents = content
+        for (table, name), value in zip(self._watch._globals, self._globals, strict=True):
+            if table.get(name) is not value:
+                table[name] = value
+
+    def _lost(self) -> list[str]:
+        """Name what was written and has no copy."""
+        names = [
+            "an input of the step, written in place"
+            for tensor, version in self._inputs
+            if tensor._version != version
+        ]
+        if not self._saved:
+            copied = {id(tensor) for tensor, _, _ in self._first}
+            pairs = zip(self._watched, self._versions, strict=True)
+            names += [name for (t, name), version in pairs if t._version != version and id(t) not in copied]
+            for optimizer, (_, tensors, versions) in self._states.items():
+                if [tensor._version for tensor in tensors] != versions:
+                    names.append(f"the state of {type(optimizer).__name__}")
+            # A gradient that the step has zeroed in place stays zero: the step will zero it again.
+            names += [
+                "a gradient that was there at entry"
+                for (_, gradient), version in zip(self.gradients, self._gradient_versions, strict=True)
+                if gradient._version != version and bool(gradient.count_nonzero())
+            ]
+            names += self._unseen
+        return list(dict.fromkeys(names))

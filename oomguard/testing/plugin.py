@@ -1,0 +1,58 @@
+"""
+The pytest plugin: a marker that runs a test on a simulated device, and a fixture that is this device.
+
+Nothing of torch is imported before a test asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from oomguard.testing.simulate import Simulation
+
+_MARKER = "oom_capacity"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line(
+        "markers",
+        f"{_MARKER}(capacity=None, *, fail_at=None): run the test on a simulated device of this many bytes "
+        "(an int or a text like '64MiB'), or with an out-of-memory error at the n-th allocation.",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let marked tests use the fixture, whether they name it or not."""
+    for item in items:
+        names = getattr(item, "fixturenames", None)
+        if names is not None and item.get_closest_marker(_MARKER) is not None and "oom_simulation" not in names:
+            names.append("oom_simulation")
+
+
+@pytest.fixture
+def oom_simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
+    """
+    Run the test on the simulated device of its `oom_capacity` marker, and give the device.
+
+    It is entered after all other fixtures that the test names before it.
+    """
+    from oomguard.testing.simulate import simulate_oom  # noqa: PLC0415 - imports torch
+
+    marker = request.node.get_closest_marker(_MARKER)
+    if marker is None:
+        raise pytest.UsageError(
+            f"oomguard: the fixture oom_simulation needs a marker: @pytest.mark.{_MARKER}('64MiB') on the test"
+        )
+    try:
+        simulation = simulate_oom(*marker.args, **marker.kwargs)
+    except (TypeError, ValueError) as error:
+        raise pytest.UsageError(f"oomguard: @pytest.mark.{_MARKER}: {error}") from error
+    with simulation:
+        yield simulation
