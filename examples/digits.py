@@ -41,10 +41,18 @@ def block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 model = nn.Sequential(
-    block(1, 32), block(32, 64), nn.MaxPool2d(2), block(64, 64), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10)
+    block(1, 32),
+    block(32, 64),
+    nn.MaxPool2d(2),
+    block(64, 64),
+    nn.AdaptiveAvgPool2d(2),
+    nn.Flatten(),
+    nn.Linear(256, 10),
 ).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=options.epochs * -(-1437 // options.batch_size))
+scheduler = torch.optim.lr_scheduler.OneCycleLR(
+    optimizer, 1e-2, total_steps=options.epochs * -(-1437 // options.batch_size)
+)
 criterion = nn.CrossEntropyLoss()
 
 

@@ -116,7 +116,7 @@ class FittedStep(_Fitted[P, R], wrapt.FunctionWrapper[P, R]):
         report: The last probe's report; None before the first.
     """
 
-    __bound_function_wrapper__ = BoundFittedStep
+    __bound_function_wrapper__ = BoundFittedStep  # type: ignore[assignment]
 
     def __init__(self, function: Callable[P, R], plan: Plan) -> None:
         super().__init__(function, self._self_call)

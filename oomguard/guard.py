@@ -11,10 +11,13 @@ import contextlib
 import gc
 import itertools
 import logging
+import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
@@ -36,6 +39,7 @@ from oomguard.step.pieces import PiecewiseRun, WholeRun, intercepted, is_running
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_PACKAGE = str(Path(__file__).parent)
 _LOG = logging.getLogger("oomguard")
 _AMBIGUOUS_TRIES = 2
 _DROPOUT = (nn.modules.dropout._DropoutNd,)
@@ -66,6 +70,8 @@ class _Record:
     passed: bool = False
     audited: bool = False
     good: int = 0  # calls since the last event
+    read: dict[tuple[object, ...], int | None] = field(default_factory=dict)  # by shapes, what `_known_limit` said
+    read_for: list[Limit] = field(default_factory=list)  # under these limits
 
 
 @dataclass
@@ -73,6 +79,7 @@ class _Recovery:
     """One call that does not fit whole."""
 
     record: _Record
+    step: Step
     batch: Batch
     largest: int  # items in the largest piece that is tried
     args: tuple[Any, ...]
@@ -196,7 +203,9 @@ class Guard:
                 for name, limits in state["limits"].items()
             }
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"oomguard: load_state_dict takes what Guard.state_dict() returned, not {state!r}") from error
+            raise ValueError(
+                f"oomguard: load_state_dict takes what Guard.state_dict() returned, not {state!r}"
+            ) from error
         for record in self._records.values():
             record.limits = self._remembered.pop(record.step.name, record.limits)
 
@@ -247,18 +256,21 @@ class Guard:
         self._calls += 1
         token = ambient.set(None)  # a decorated step inside this one runs plain
         try:
-            largest = self._known_limit(record, args, kwargs) if record.limits else None
+            largest = self._known_limit(record, step, args, kwargs) if record.limits else None
             failure = None
             if largest is None:
                 result, failure = self._attempt(
-                    record, args, kwargs, lambda entry: WholeRun(record.watch, entry).run(step.function, args, kwargs)
+                    record,
+                    args,
+                    kwargs,
+                    lambda entry: WholeRun(record.watch, entry).run(step.function, args, kwargs),
                 )
                 if failure is None:
                     self._passed(record)
                     return result
             batch = read_batch(step.function, step.inputs, args, kwargs)
             self._split_calls += 1
-            recovery = _Recovery(record, batch, largest or batch.size, args, kwargs)
+            recovery = _Recovery(record, step, batch, largest or batch.size, args, kwargs)
             if failure is not None:
                 self._shrink(recovery, failure)
             result = self._each_piece(recovery) if self._update == "each" else self._whole_update(recovery)
@@ -324,7 +336,7 @@ class Guard:
             def work(entry: Entry, sizes: list[int] = sizes, weights: list[float] = weights) -> list[Any]:
                 mean = self._reduction == "mean"
                 run = PiecewiseRun(record.watch, entry, weights, sizes, mean=mean, audited=not record.audited)
-                return run.run_all(record.step.function, batch.pieces(sizes))
+                return run.run_all(recovery.step.function, batch.pieces(sizes))
 
             # Nobody has seen this step in pieces yet: a full copy undoes whatever has to be refused.
             results, failure = self._attempt(
@@ -345,15 +357,11 @@ class Guard:
         while sum(done) < batch.size:
             rest = even_sizes(batch.size - sum(done), recovery.largest, self._min_batch_size)
             args, kwargs = next(itertools.islice(batch.pieces(done + rest), len(done), None))
-            result, failure = self._attempt(
-                record,
-                args,
-                kwargs,
-                lambda entry, args=args, kwargs=kwargs: WholeRun(record.watch, entry).run(
-                    record.step.function, args, kwargs
-                ),
-                tries=recovery.tries,
-            )
+
+            def work(entry: Entry, args: tuple[Any, ...] = args, kwargs: dict[str, Any] = kwargs) -> Any:
+                return WholeRun(record.watch, entry).run(recovery.step.function, args, kwargs)
+
+            result, failure = self._attempt(record, args, kwargs, work, tries=recovery.tries)
             if failure is None:
                 results.append(result)
                 done.append(rest[0])
@@ -404,7 +412,14 @@ class Guard:
             grown = Limit(2 * limit.size, limit.shapes)
             if grown.size < record.largest_batch:
                 record.limits.append(grown)
-            self._note(record, "grown", record.largest_batch, limit.size, grown.size, f"{self._grow_after} good calls")
+            self._note(
+                record,
+                "grown",
+                record.largest_batch,
+                limit.size,
+                grown.size,
+                f"{self._grow_after} good calls",
+            )
 
     # What it says
 
@@ -419,13 +434,21 @@ class Guard:
             f"pieces of {new}" if new != old else "the same size, since the free memory was in fragments",
             format_bytes(event.peak_bytes),
             format_bytes(event.capacity_bytes),
-            failure.text,
+            textwrap.shorten(failure.text, 100, placeholder=" ..."),
         )
 
     def _note(self, record: _Record, kind: str, size: int, old: int, new: int, reason: str) -> GuardEvent:
         memory = memory_of(record.device)
         event = GuardEvent(
-            self._calls, record.step.name, kind, size, old, new, memory.peak_bytes(), memory.capacity_bytes, reason
+            self._calls,
+            record.step.name,
+            kind,
+            size,
+            old,
+            new,
+            memory.peak_bytes(),
+            memory.capacity_bytes,
+            reason,
         )
         self._events.append(event)
         if self._on_event is not None:
@@ -465,18 +488,16 @@ class Guard:
                 f"oomguard: {record.step.name} runs in pieces, and {what} differ by nature from those of the whole "
                 "batch: each piece has its own. Everything else of the update is the same.",
                 OOMGuardWarning,
-                stacklevel=2,
+                stacklevel=_outside(),
             )
 
     # What it looks up
 
     def _record_of(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Record:
-        function = step.function
-        owner = getattr(function, "__self__", None)
-        key = (getattr(function, "__func__", function), id(owner))
+        key = _identity(step.function)
         record = self._records.get(key)
         if record is None:
-            batch = read_batch(function, step.inputs, args, kwargs)  # the first call says what can't be split
+            batch = read_batch(step.function, step.inputs, args, kwargs)  # the first call says what can't be split
             record = _Record(step, self._watch(step, args, kwargs), batch.device)
             record.limits += self._remembered.pop(step.name, [])
             self._records[key] = record
@@ -491,12 +512,21 @@ class Guard:
         extra = [thing for thing in (step.state, self._state, *missed) if thing is not None]
         return Watch(step.function, extra, (*args, *kwargs.values()))
 
-    def _known_limit(self, record: _Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    def _known_limit(self, record: _Record, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Return the largest piece that is known to fit if this call is over it."""
-        batch = read_batch(record.step.function, record.step.inputs, args, kwargs)
+        # Reading a batch takes longer than the rest of a guarded call, and most calls are of the same shapes.
+        if record.read_for != record.limits:
+            record.read, record.read_for = {}, list(record.limits)
+        key = (*map(_shape, args), *kwargs, *map(_shape, kwargs.values()))
+        if key in record.read:
+            return record.read[key]
+        batch = read_batch(step.function, step.inputs, args, kwargs)
         record.largest_batch = max(record.largest_batch, batch.size)
         size = min((limit.size for limit in record.limits if limit.holds_for(batch.shapes)), default=batch.size)
-        return size if size < batch.size else None
+        known = size if size < batch.size else None
+        if None not in key:
+            record.read[key] = known
+        return known
 
     def _weights(self, batch: Batch, sizes: list[int]) -> list[float]:
         """Return the share of each piece in the whole gradient."""
@@ -601,6 +631,35 @@ def current_guard() -> Guard | None:
     """
     guard = ambient.get()
     return guard if isinstance(guard, Guard) else None
+
+
+def _identity(function: Callable[..., Any]) -> tuple[object, ...]:
+    """
+    Return what a step is known by: its code, what it closes over, and what it is bound to.
+
+    A lambda that a loop makes anew for every batch is the same step each time.
+    """
+    inner = getattr(function, "__func__", function)
+    owner = getattr(function, "__self__", None)
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return (function,)
+    return (code, id(owner), *map(id, inner.__closure__ or ()))
+
+
+def _outside() -> int:
+    """Return the `stacklevel` of the first frame that is the user's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _shape(argument: object) -> object:
+    """Return what says how large *argument* is; None where that takes a closer look."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape
+    return "" if argument is None or isinstance(argument, bool | int | float | str) else None
 
 
 def _some(names: list[str], most: int = 8) -> str:

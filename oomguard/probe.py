@@ -74,8 +74,12 @@ class Plan:
             )
         if self.device is not None:
             torch.device(self.device)
-        if self.capacity is not None:
-            parse_bytes(self.capacity)
+        parse_bytes(1 if self.capacity is None else self.capacity)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What the device is taken to have; None: what it has."""
+        return None if self.capacity is None else parse_bytes(self.capacity)
 
     @property
     def cap(self) -> int | None:
@@ -170,7 +174,7 @@ def probe(step: Step, plan: Plan) -> FitReport:
     device = _device_of(plan, found)
     held = sum(t.nbytes for t in found.tensors if t.device == device) if device.type == "cpu" else 0
     saved = Saved(found)
-    memory = memory_of(device, capacity_bytes=plan.capacity and parse_bytes(plan.capacity), held_bytes=held)
+    memory = memory_of(device, capacity_bytes=plan.capacity_bytes, held_bytes=held)
     trials = _Trials(step, plan, memory, saved)
     try:
         unit = plan.multiple_of  # sizes are counted in it, so that every size tried is a multiple
@@ -305,8 +309,10 @@ class _Trials:
             return f"{nearest.reason.partition(':')[0]} at {nearest.batch_size}"
         if answer == self._plan.dataset_size:
             return f"the data set has {answer} items"
-        return f"max_batch_size is {self._plan.max_batch_size}" if self._plan.cap == self._plan.max_batch_size else (
-            f"the data set has {self._plan.dataset_size} items"
+        return (
+            f"max_batch_size is {self._plan.max_batch_size}"
+            if self._plan.cap == self._plan.max_batch_size
+            else (f"the data set has {self._plan.dataset_size} items")
         )
 
     def explain_nothing_fits(self) -> str:
@@ -325,7 +331,7 @@ class _Witness(TorchDispatchMode):
     """Notice whether any operation on tensors runs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.saw_work = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -133,7 +133,10 @@ class FitReport:
         figure, axes = _figure()
         unit, factor = _unit_of(self.capacity_bytes)
         sizes = [trial.batch_size for trial in self.trials]
-        for passed, name, marker, colour in ((True, "ran", "o", "tab:blue"), (False, "did not run", "x", "tab:red")):
+        for passed, name, marker, colour in (
+            (True, "ran", "o", "tab:blue"),
+            (False, "did not run", "x", "tab:red"),
+        ):
             shown = sorted((t for t in self.trials if t.passed is passed), key=lambda trial: trial.batch_size)
             if shown:
                 x = [trial.batch_size for trial in shown]

@@ -311,9 +311,7 @@ TEXTS = [
     (
         "A38",
         RuntimeError,
-        CAUGHT.format(
-            "RuntimeError", "pin memory thread for device 0", "CUDA error: device-side assert triggered"
-        ),
+        CAUGHT.format("RuntimeError", "pin memory thread for device 0", "CUDA error: device-side assert triggered"),
         FATAL,
     ),
     ("A39", RuntimeError, "CUDA error: operation failed due to a previous error during capture", AMBIGUOUS),

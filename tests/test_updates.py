@@ -1,7 +1,6 @@
 """A guarded run ends with the numbers of the run that had all the memory."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import training as catalogue
 from training import EXACT, OPTIMIZERS, REFUSED, assert_same, batches, snapshot
 
 from oomguard import oom_guard
-from oomguard.errors import OOMGuardWarning, RestoreError, SplitError
+from oomguard.errors import SplitError
 from oomguard.testing import simulate_oom
 
 STEPS = 20
@@ -90,9 +89,8 @@ def test_a_step_that_can_not_be_held_back_is_refused_by_name_and_undone(make):
     before = snapshot(run)
     random = torch.get_rng_state()
 
-    with oom_guard() as guard, simulate_oom(capacity_for(make, 7)):
-        with pytest.raises(SplitError) as caught:
-            guard.run(run.step, x, y)
+    with oom_guard() as guard, simulate_oom(capacity_for(make, 7)), pytest.raises(SplitError) as caught:
+        guard.run(run.step, x, y)
 
     assert REFUSED[make] in str(caught.value)
     assert "update='each'" in str(caught.value)

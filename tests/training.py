@@ -76,7 +76,9 @@ def snapshot(training: Training) -> dict[str, Any]:
 def assert_same(actual: Any, expected: Any, *, rtol: float = 1e-9, atol: float = 1e-12, where: str = "state") -> None:
     """Compare nested state; numbers within *rtol*, all else equal."""
     if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{where}: {m}")
+        torch.testing.assert_close(
+            actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{where}: {m}"
+        )
     elif isinstance(expected, dict):
         assert list(actual) == list(expected), where
         for key, value in expected.items():
@@ -321,7 +323,9 @@ def checkpointed() -> Training:
         opt.zero_grad()
         h = torch.utils.checkpoint.checkpoint(model.first, x.clone().requires_grad_(), use_reentrant=True)
         out = torch.utils.checkpoint.checkpoint(
-            lambda h: model.last(torch.tanh(h.unsqueeze(2).expand(-1, -1, WIDTH) * 1.5).mean(2)), h, use_reentrant=False
+            lambda h: model.last(torch.tanh(h.unsqueeze(2).expand(-1, -1, WIDTH) * 1.5).mean(2)),
+            h,
+            use_reentrant=False,
         )
         loss = functional.cross_entropy(out, y)
         loss.backward()
@@ -341,7 +345,7 @@ def update_by_hand() -> Training:
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:
-                    p -= 0.1 * p.grad
+                    p.sub_(0.1 * p.grad)
         return loss.detach()
 
     return Training(step, {"model": model})
@@ -605,7 +609,7 @@ def gradient_by_function() -> Training:
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for p, g in zip(model.parameters(), gradients, strict=True):
-                p -= 0.1 * g
+                p.sub_(0.1 * g)
         return loss.detach()
 
     return Training(step, {"model": model})
@@ -698,7 +702,7 @@ def gradients_without_a_check() -> Training:
         loss.backward()
         with torch.no_grad():
             for p in model.parameters():
-                p -= 0.1 * p.grad
+                p.sub_(0.1 * p.grad)
         return loss.detach()
 
     return Training(step, {"model": model})

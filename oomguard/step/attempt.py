@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-from oomguard.step.state import STATEFUL, RandomState, Saved, content_of, entries_of, find_state, refill, same_entries
+from oomguard.step.state import (
+    STATEFUL,
+    RandomState,
+    Saved,
+    content_of,
+    entries_of,
+    find_state,
+    refill,
+    same_entries,
+)
 
 _MOVING_BYTES = 2**20  # tensors up to this size that calls write (spectral norm's vectors) are copied at every entry
 _SMALL = 64  # containers up to this many entries are copied; from longer ones only new elements are taken back
@@ -91,7 +100,6 @@ class Watch:
                 return False
         return not self.missed
 
-
     def copy_what_moves(self) -> None:
         """Copy small tensors that calls write from now on: those whose version has changed since the last call."""
         versions = [tensor._version for tensor in self._still]
@@ -143,7 +151,12 @@ class Entry:
     """
 
     def __init__(
-        self, watch: Watch, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, copy: bool = False
+        self,
+        watch: Watch,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        copy: bool = False,
     ) -> None:
         self._watch = watch
         self._random = RandomState(watch.found, python=watch.found.draws_python)
@@ -220,19 +233,25 @@ class Entry:
             The names of what was written and has no copy. If there are any, nothing
             but what surrounds the update (random states, counters, gradients) was put back.
         """
-        for tensor, version, copied in self._first:
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(copied)
         lost = self._lost()
         for saved in reversed(self._saved):
             saved.restore()
         for optimizer, (length, _, _) in self._states.items():
             for parameter in list(optimizer.state)[length:]:
                 del optimizer.state[parameter]
+        self._restore_tables()
+        self._restore_names()
+        self._restore_tensors()
+        self.restore_gradients()
+        self._random.restore()
+        torch.clear_autocast_cache()
+        return lost
+
+    def _restore_tables(self) -> None:
         for table, before in zip(self._watch._counting, self._counting, strict=True):
-            if list(table.items()) != before:
-                refill(table, list(before.items()))
+            entries = list(before.items())
+            if not same_entries(entries, entries_of(table)):
+                refill(table, entries)
         for scaler, states in zip(self._watch.found.scalers, self._scalers, strict=True):
             refill(scaler._per_optimizer_states, list(states.items()))
         for container, held in zip(self._watch._containers, self._containers, strict=True):
@@ -241,16 +260,16 @@ class Entry:
                     refill(container, held)
             elif isinstance(container, list):
                 del container[held:]
-        self._restore_names()
-        for module, training in zip(self._watch._modules, self._training, strict=False):
-            module.training = training
+
+    def _restore_tensors(self) -> None:
         with torch.no_grad():
+            for tensor, version, copied in self._first:
+                if tensor._version != version:
+                    tensor.copy_(copied)
             for tensors, copies in self._watch._buffers:
                 torch._foreach_copy_(tensors, copies)
-        self.restore_gradients()
-        self._random.restore()
-        torch.clear_autocast_cache()
-        return lost
+        for module, training in zip(self._watch._modules, self._training, strict=False):
+            module.training = training
 
     def restore_gradients(self) -> None:
         """Give every parameter the gradient that it had, or none."""
@@ -270,9 +289,7 @@ class Entry:
     def _lost(self) -> list[str]:
         """Name what was written and has no copy."""
         names = [
-            "an input of the step, written in place"
-            for tensor, version in self._inputs
-            if tensor._version != version
+            "an input of the step, written in place" for tensor, version in self._inputs if tensor._version != version
         ]
         if not self._saved:
             copied = {id(tensor) for tensor, _, _ in self._first}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from pathlib import Path
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from oomguard.errors import SplitError
 
-
 _OURS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
-class Refusal(SplitError):
+class Refusal(SplitError):  # noqa: N818 - a reason, on its way to be an error
     """The short reason why a step can't run in pieces; whoever runs it says the rest."""
 
 
@@ -37,7 +36,7 @@ class WriteAudit(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._watched = {_storage(tensor) for tensor in tensors}
         self.written = False
 
@@ -56,7 +55,7 @@ class Audit(TorchDispatchMode):
     """
 
     def __init__(self, allowed: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._allowed = {_storage(tensor) for tensor in allowed}
         self._born: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._stale: set[int] = set()
@@ -98,7 +97,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Ten
 
 def _storage(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage of their own
         return -id(tensor)
 

@@ -105,19 +105,25 @@ def check_declared(inputs: Mapping[str, Any], function: Callable[..., Any]) -> N
     """
     name = getattr(function, "__qualname__", repr(function))
     if not isinstance(inputs, Mapping) or not inputs:
-        raise InputError(f"oomguard: inputs must map the arguments of {name} that hold the batch to Input(...), got {inputs!r}")
+        raise InputError(
+            f"oomguard: inputs must map the arguments of {name} that hold the batch to Input(...), got {inputs!r}"
+        )
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         raise InputError(f"oomguard: {name} is a generator or coroutine function: calling it runs nothing of it")
     for key, declared in inputs.items():
         for path, leaf in _declared_leaves(declared, str(key)):
             if not isinstance(leaf, Input):
-                raise InputError(f"oomguard: inputs[{path!r}] must be an Input, or mappings, lists and tuples of them, got {leaf!r}")
+                raise InputError(
+                    f"oomguard: inputs[{path!r}] must be an Input, or mappings, lists and tuples of them, got {leaf!r}"
+                )
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     for key in inputs:
         if key not in named and not takes_any:
-            raise InputError(f"oomguard: {name} has no argument {key!r}; its arguments are {', '.join(named) or 'none'}")
+            raise InputError(
+                f"oomguard: {name} has no argument {key!r}; its arguments are {', '.join(named) or 'none'}"
+            )
     for position, parameter_name in enumerate(named):
         parameter = parameters[parameter_name]
         is_self = position == 0 and parameter_name in ("self", "cls")
@@ -161,7 +167,9 @@ def _make_nested(declared: Any, batch_size: int, device: torch.device, path: str
         return _make_leaf(declared, batch_size, device, path)
     if isinstance(declared, Mapping):
         return {key: _make_nested(entry, batch_size, device, f"{path}.{key}") for key, entry in declared.items()}
-    return _rebuild(declared, [_make_nested(entry, batch_size, device, f"{path}.{i}") for i, entry in enumerate(declared)])
+    return _rebuild(
+        declared, [_make_nested(entry, batch_size, device, f"{path}.{i}") for i, entry in enumerate(declared)]
+    )
 
 
 def _make_leaf(declared: Input, batch_size: int, device: torch.device, path: str) -> Any:
@@ -250,7 +258,10 @@ class Batch:
 
 
 def read_batch(
-    function: Callable[..., Any], inputs: Mapping[str, Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    inputs: Mapping[str, Any] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Batch:
     """
     Read the batch of the call `function(*args, **kwargs)`.
@@ -371,7 +382,10 @@ def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     try:
         bound = inspect.signature(function).bind_partial(*args, **kwargs)
         kinds = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a built-in function without a signature, or a call that will fail by itself
+    except (
+        TypeError,
+        ValueError,
+    ):  # a built-in function without a signature, or a call that will fail by itself
         return {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():

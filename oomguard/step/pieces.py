@@ -298,7 +298,7 @@ class PiecewiseRun(WholeRun):
     def _check_grad(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if _is_vmapped():  # one sample at a time
             return
-        if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
+        if torch._C._functorch.maybe_current_level() is not None:
             raise Refusal("it takes a gradient by torch.func, whose share of the whole can't be known")
         known = {id(parameter) for parameter in self._watch.parameters}
         if any(isinstance(tensor, nn.Parameter) or id(tensor) in known for tensor in inputs):
@@ -392,13 +392,13 @@ def _is_sum(node: Any, rows: int | None = None) -> bool:
         return True
     if node is None or not node.name().startswith("SumBackward"):
         return False
-    sizes = getattr(node, "_saved_self_sym_sizes", ())
+    sizes: Sequence[int] = getattr(node, "_saved_self_sym_sizes", ())
     return rows is None or (len(sizes) > 0 and sizes[0] == rows)
 
 
 def _is_vmapped() -> bool:
-    stack = torch._C._functorch.get_interpreter_stack() or ()  # type: ignore[attr-defined]
-    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)  # type: ignore[attr-defined]
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
 
 
 # What is replaced in PyTorch, while a guard is entered and while a step runs in pieces.
@@ -475,6 +475,7 @@ def _hold_calls(undo: contextlib.ExitStack) -> None:
 
 def _with_subclasses(cls: type) -> Iterator[type]:
     yield cls
+    subclass: type
     for subclass in cls.__subclasses__():
         yield from _with_subclasses(subclass)
 

@@ -129,7 +129,7 @@ class _Walk:
         self._depth = 0  # how many things with a name in the report we are inside of
 
     def value(self, value: object, name: str, owner: object = None) -> None:
-        if isinstance(value, _PLAIN) or isinstance(value, types.ModuleType) or id(value) in self._seen:
+        if isinstance(value, (*_PLAIN, types.ModuleType)) or id(value) in self._seen:
             return
         self._seen.add(id(value))
         self._alive.append(value)
@@ -398,12 +398,14 @@ def entries_of(container: Any) -> list[Any]:
 
 def same_entries(before: list[Any], now: list[Any]) -> bool:
     """Tell whether two results of `entries_of` hold the same objects in the same order."""
-    if len(before) != len(now):
-        return False
-    return all(
-        a is b or (isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2 and a[0] is b[0] and a[1] is b[1])
+    return len(before) == len(now) and all(
+        a is b or (_is_pair(a) and _is_pair(b) and a[0] is b[0] and a[1] is b[1])
         for a, b in zip(before, now, strict=True)
     )
+
+
+def _is_pair(entry: object) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2  # noqa: PLR2004 - a key and its value
 
 
 def refill(container: Any, entries: list[Any]) -> None:
@@ -422,7 +424,7 @@ def _differs(now: object, before: object) -> bool:
 
 
 def _changed_entries(name: str, owner: object, before: list[Any], now: list[Any]) -> list[str]:
-    if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in (*before, *now)):
+    if not all(map(_is_pair, (*before, *now))):
         return [name]
     old, new = dict(before), dict(now)
     keys = [k for k in {**old, **new} if _differs(new.get(k, _MISSING), old.get(k, _MISSING))]

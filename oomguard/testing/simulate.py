@@ -69,7 +69,12 @@ class Simulation:
             raise RuntimeError("oomguard: a simulated device can be entered once; call simulate_oom again for another")
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._meter)
-        for owner in (torch.cuda, torch.cuda.memory, torch.accelerator, getattr(torch.accelerator, "memory", None)):
+        for owner in (
+            torch.cuda,
+            torch.cuda.memory,
+            torch.accelerator,
+            getattr(torch.accelerator, "memory", None),
+        ):
             for name, answer in self._answers().items():
                 if owner is not None and name in vars(owner):
                     self._stack.callback(setattr, owner, name, vars(owner)[name])
@@ -166,7 +171,9 @@ def simulate_oom(capacity: int | str | None = None, *, fail_at: int | None = Non
         before (`from torch.cuda import mem_get_info`) can't be replaced.
     """
     if capacity is None and fail_at is None:
-        raise ValueError("oomguard: simulate_oom needs a capacity such as '64MiB', or fail_at=n for the n-th allocation")
+        raise ValueError(
+            "oomguard: simulate_oom needs a capacity such as '64MiB', or fail_at=n for the n-th allocation"
+        )
     return Simulation(None if capacity is None else parse_bytes(capacity), _checked(fail_at))
 
 

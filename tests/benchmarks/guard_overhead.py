@@ -29,7 +29,9 @@ def small_step(norms: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def long_step() -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a step of several milliseconds."""
-    return training_step(nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)))
+    return training_step(
+        nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
+    )
 
 
 def training_step(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
