@@ -7,6 +7,7 @@ The decorated step keeps its signature and is called as before. Inside
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -101,8 +102,12 @@ class BoundFittedStep(_Fitted[P, R], wrapt.BoundFunctionWrapper[P, R]):
         return parent._self_plan, parent._self_memory_of(self._self_instance)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the method of its instance."""
+        """Pickle and copy as the method of its instance."""
         return getattr, (self._self_instance, self.__wrapped__.__name__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy as a method does: that of a copied instance."""
+        return getattr(copy.deepcopy(self._self_instance, memo), self.__wrapped__.__name__)
 
 
 class FittedStep(_Fitted[P, R], wrapt.FunctionWrapper[P, R]):
@@ -149,10 +154,14 @@ class FittedStep(_Fitted[P, R], wrapt.FunctionWrapper[P, R]):
         """Pickle as the function does: by its name in its module."""
         return self.__wrapped__.__qualname__
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FittedStep[P, R]:
+        """Copy as a function does: not at all."""
+        return self
+
     if TYPE_CHECKING:
 
         @overload  # type: ignore[override]
-        def __get__(self, instance: None, owner: type[Any] | None = None, /) -> FittedStep[P, R]: ...
+        def __get__(self, instance: None, owner: type[Any] | None = None, /) -> BoundFittedStep[P, R]: ...
         @overload
         def __get__(
             self: FittedStep[Concatenate[S, P2], R2], instance: S, owner: type[Any] | None = None, /

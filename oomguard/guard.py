@@ -252,8 +252,8 @@ class Guard:
 
     def run_step(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run *step*, guarded; what a decorated call does."""
-        record = self._record_of(step, args, kwargs)
         self._calls += 1
+        record = self._record_of(step, args, kwargs)
         token = ambient.set(None)  # a decorated step inside this one runs plain
         try:
             largest = self._known_limit(record, step, args, kwargs) if record.limits else None
@@ -308,6 +308,10 @@ class Guard:
             if failure is None:
                 if tries > 0:  # what pieces have hidden comes back; a plain call is left as it failed
                     entry.restore()
+                    error.add_note(
+                        f"oomguard: raised in a piece of a batch of {record.step.name} that was too large to run whole. "
+                        "(Batch norm refuses a piece of 1 item; oom_guard(min_batch_size=2) makes none.)"
+                    )
                 raise
             caught = error
         let_go(caught)
@@ -328,7 +332,6 @@ class Guard:
     def _whole_update(self, recovery: _Recovery) -> Any:
         """Run the batch in pieces that give one update."""
         record, batch = recovery.record, recovery.batch
-        self._warn_of_differences(record)
         while True:
             sizes = even_sizes(batch.size, recovery.largest, self._min_batch_size)
             weights = self._weights(batch, sizes)
@@ -344,6 +347,7 @@ class Guard:
             )
             if failure is None:
                 record.audited = True
+                self._warn_of_differences(record)
                 return join_results(results, sizes, weights)
             if failure.refused:
                 raise SplitError(self._explain_refusal(recovery, failure))
@@ -485,7 +489,7 @@ class Guard:
             self._warned = True
             what = " and ".join(["batch-norm statistics"] * norms + ["dropout masks"] * dropout)
             warnings.warn(
-                f"oomguard: {record.step.name} runs in pieces, and {what} differ by nature from those of the whole "
+                f"oomguard: {record.step.name} ran in pieces, and {what} differ by nature from those of the whole "
                 "batch: each piece has its own. Everything else of the update is the same.",
                 OOMGuardWarning,
                 stacklevel=_outside(),
@@ -510,7 +514,13 @@ class Guard:
 
     def _watch(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], missed: Sequence[object] = ()) -> Watch:
         extra = [thing for thing in (step.state, self._state, *missed) if thing is not None]
-        return Watch(step.function, extra, (*args, *kwargs.values()))
+        watch = Watch(step.function, extra, (*args, *kwargs.values()))
+        if watch.found.iterators:
+            raise InputError(
+                f"oomguard: {step.name} takes from an iterator, {watch.found.iterators[0]!r}: what one attempt takes "
+                "from it is gone for the next. Take the batch in the loop and pass it as an argument."
+            )
+        return watch
 
     def _known_limit(self, record: _Record, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Return the largest piece that is known to fit if this call is over it."""

@@ -24,7 +24,7 @@ from oomguard.memory.oom import Verdict, classify, explain, let_go
 from oomguard.memory.units import format_bytes, parse_bytes
 from oomguard.ranks import require_one_rank
 from oomguard.report import FitReport, Trial
-from oomguard.step.call import Limit, Step
+from oomguard.step.call import Limit, Shapes, Step
 from oomguard.step.inputs import make_dummy, read_batch
 from oomguard.step.state import Found, Saved, find_state
 
@@ -185,7 +185,7 @@ def probe(step: Step, plan: Plan) -> FitReport:
     report = trials.report(answer, found)
     if answer == 0:
         raise BatchLimitError(trials.explain_nothing_fits(), report)
-    step.limit = Limit(answer, read_batch(step.function, step.inputs, (), trials.dummy(1)).shapes)
+    step.limit = Limit(answer, trials.shapes)
     return report
 
 
@@ -196,8 +196,10 @@ def _device_of(plan: Plan, found: Found) -> torch.device:
         device = found.devices[0]
     elif found.tensors:  # the model is on the CPU, so the step is too
         device = torch.device("cpu")
-    else:
+    elif torch.accelerator.is_available():  # a CUDA build without a driver has an accelerator that is none
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    else:
+        device = torch.device("cpu")
     if device.type not in ("cpu", "mps") and device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     return device
@@ -213,6 +215,7 @@ class _Trials:
         self._first_failure = ""
         self._proven = False  # the step was seen to do something
         self._lost = False  # the device's context is gone
+        self.shapes: Shapes = ()  # of one item
         self._show = _progress_bar(plan.progress, step.name)
 
     def fits(self, size: int) -> bool:
@@ -223,7 +226,8 @@ class _Trials:
             try:
                 batch = result = None
                 for _ in range(self._plan.steps_per_trial):
-                    batch = self.dummy(size)  # the old batch lives until the new one is made, as in a loop
+                    # The old batch lives until the new one is made, as in a loop.
+                    batch = make_dummy(self._plan.inputs, size, self._memory.device)
                     result = self._run(batch)
                     steps += 1
             except Exception as error:
@@ -248,10 +252,6 @@ class _Trials:
         self._show(trial)
         return trial.passed
 
-    def dummy(self, size: int) -> dict[str, Any]:
-        """Make dummy inputs of *size* items."""
-        return make_dummy(self._plan.inputs, size, self._memory.device)
-
     def close(self) -> None:
         """Leave nothing behind."""
         if not self._lost:
@@ -262,6 +262,7 @@ class _Trials:
     def _run(self, batch: dict[str, Any]) -> Any:
         if self._proven:
             return self._step.function(**batch)
+        self.shapes = read_batch(self._step.function, self._plan.inputs, (), batch).shapes
         with _Witness() as witness:
             result = self._step.function(**batch)
         if not witness.saw_work:

@@ -13,8 +13,8 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -210,24 +210,50 @@ def _machine_bytes() -> int:
     raise ValueError("oomguard: this system does not tell how much memory is left; say it with capacity='8 GiB'")
 
 
-def _control_group_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+class _Files(NamedTuple):
+    """How one version of control groups says it."""
+
+    folder: str  # below the root
+    limit: str
+    used: str
+    reclaimable: str  # the row of memory.stat that is used and can be given back
+
+
+_CONTROLLERS = {  # by the name that /proc/self/cgroup gives them: versions 2 and 1
+    "": _Files("", "memory.max", "memory.current", "inactive_file"),
+    "memory": _Files("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def _control_group_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """
-    Return what the control group leaves, for version 2 and 1.
+    Return what the control group of this process leaves, and every group around it.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
     """
+    paths = dict.fromkeys(_CONTROLLERS, "")  # in a container the root is the own group, whatever the path says
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            paths.update((name, path) for name in controllers.split(",") if name in paths)
     left = sys.maxsize
-    for limit, usage, cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            allowed, used = int((root / limit).read_text()), int((root / usage).read_text())
-            reclaimable = 0
-            with contextlib.suppress(OSError, ValueError):
-                reclaimable = _table((root / limit).with_name("memory.stat")).get(cache, 0)
-            left = min(left, allowed - used + reclaimable)
+    for name, files in _CONTROLLERS.items():
+        group = root / files.folder
+        left = min(left, _group_bytes(group, files))
+        for part in PurePosixPath(paths[name].lstrip("/")).parts:
+            group /= part
+            left = min(left, _group_bytes(group, files))
     return left
+
+
+def _group_bytes(group: Path, files: _Files) -> int:
+    try:
+        limit, used = int((group / files.limit).read_text()), int((group / files.used).read_text())
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return sys.maxsize
+    with contextlib.suppress(OSError, KeyError):
+        used -= _table(group / "memory.stat")[files.reclaimable]
+    return limit - used
 
 
 def _address_space_bytes() -> int:

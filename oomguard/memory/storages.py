@@ -9,15 +9,16 @@ tells when it is gone.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
+from collections.abc import Iterator
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-from oomguard.memory.units import format_bytes
 
 _active: ContextVar[StorageMeter | None] = ContextVar("oomguard_meter", default=None)
 
@@ -26,6 +27,7 @@ _ADVICE = (
     "avoid fragmentation.  See documentation for Memory Management  "
     "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
 )
+_beside: ContextVar[bool] = ContextVar("oomguard_beside", default=False)
 
 
 def active_meter() -> StorageMeter | None:
@@ -33,15 +35,38 @@ def active_meter() -> StorageMeter | None:
     return _active.get()
 
 
+@contextlib.contextmanager
+def beside_the_device() -> Iterator[None]:
+    """
+    Allocate without being counted, as host memory is not the device's.
+
+    For copies that keep a state: a simulated device is the CPU, and its memory would
+    otherwise be taken by them.
+    """
+    token = _beside.set(True)
+    try:
+        yield
+    finally:
+        _beside.reset(token)
+
+
 def out_of_memory(requested_bytes: int, capacity_bytes: int, live_bytes: int) -> torch.OutOfMemoryError:
     """Return the error that PyTorch's CUDA allocator raises, in its own words."""
-    live, free = format_bytes(live_bytes), format_bytes(max(0, capacity_bytes - live_bytes))
+    live, free = _written(live_bytes), _written(max(0, capacity_bytes - live_bytes))
     return torch.OutOfMemoryError(
-        f"CUDA out of memory. Tried to allocate {format_bytes(requested_bytes)}. GPU 0 has a total capacity of "
-        f"{format_bytes(capacity_bytes)} of which {free} is free. Including non-PyTorch memory, this process has "
+        f"CUDA out of memory. Tried to allocate {_written(requested_bytes)}. GPU 0 has a total capacity of "
+        f"{_written(capacity_bytes)} of which {free} is free. Including non-PyTorch memory, this process has "
         f"{live} memory in use. Of the allocated memory {live} is allocated by PyTorch, and 0 bytes is reserved by "
         f"PyTorch but unallocated. {_ADVICE}"
     )
+
+
+def _written(size_bytes: int) -> str:
+    """Return a size as PyTorch's allocator writes it: code that reads its messages must read these."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes > factor:
+            return f"{size_bytes / factor:.2f} {unit}"
+    return f"{size_bytes} bytes"
 
 
 class StorageMeter(TorchDispatchMode):
@@ -58,13 +83,21 @@ class StorageMeter(TorchDispatchMode):
     Attributes:
         live_bytes: What lives now.
         peak_bytes: The most that has lived at once since entry or `reset_peak`.
-        allocations: How many storages were allocated.
+        allocations: How many allocations were asked for.
+
+    Note:
+        `torch.compile` steps aside: compiled functions run as they were written, and
+        `fullgraph=True` raises. An operation of higher order (`torch.cond`) counts as
+        one: its result is seen, and what lives only inside it is not. Neither is a storage
+        resized by its own method, nor what other threads do.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self, capacity_bytes: int | None = None, *, fail_at: int | None = None, refuse_first: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.capacity_bytes, self.fail_at, self.refuse_first = capacity_bytes, fail_at, refuse_first
         self.live_bytes = self.peak_bytes = self.allocations = 0
         self._sizes: dict[int, int] = {}  # by the address of the storage
@@ -75,64 +108,84 @@ class StorageMeter(TorchDispatchMode):
         """Start measuring the peak anew, from what lives now."""
         self.peak_bytes = self.live_bytes
 
-    def __enter__(self) -> StorageMeter:
+    def __enter__(self) -> Self:
         self._tokens.append(_active.set(self))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         _active.reset(self._tokens.pop())
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # the subclass takes the operation apart, and the parts come here
         kwargs = kwargs or {}
-        if self.refuse_first and self.capacity_bytes is not None and not func.is_view:
+        if _beside.get():
+            return func(*args, **kwargs)
+        if self.refuse_first and self.capacity_bytes is not None:
             coming = _coming_bytes(func, args, kwargs)
             if self.live_bytes + coming > self.capacity_bytes:
                 raise out_of_memory(coming, self.capacity_bytes, self.live_bytes)
         outputs = func(*args, **kwargs)
-        given: set[int] | None = None
+        refused = self._account(outputs, (args, kwargs))
+        if refused:
+            del outputs  # or the traceback would keep what was refused
+            capacity = self.live_bytes if self.capacity_bytes is None else self.capacity_bytes
+            raise out_of_memory(refused, capacity, self.live_bytes)
+        return outputs
+
+    def _account(self, outputs: Any, inputs: Any) -> int:
+        """Count the storages of *outputs* that are not those of *inputs*; return the bytes that found no room."""
+        given: set[int | None] | None = None
         for tensor in _tensors(outputs):
             address = _address(tensor)
             if address is None:
                 continue
-            size = tensor.untyped_storage().nbytes()
+            size, refused = tensor.untyped_storage().nbytes(), 0
             if address in self._sizes:
-                if self._sizes[address] != size:  # resized in place
-                    self._grow(address, size)
-                continue
-            if given is None:
-                given = {_address(t) for t in _tensors((args, kwargs))} - {None}  # type: ignore[assignment]
-            if size > 0 and address not in given:
-                self._born(tensor, address, size)
-        return outputs
+                refused = self._resized(address, size)
+            else:
+                if given is None:
+                    given = {_address(each) for each in _tensors(inputs)}
+                if address not in given:
+                    refused = self._born(tensor, address, size)
+            if refused:
+                return refused
+        return 0
 
-    def _born(self, tensor: torch.Tensor, address: int, size: int) -> None:
+    def _born(self, tensor: torch.Tensor, address: int, size: int) -> int:
+        refused = self._allocate(size)
+        if not refused:
+
+            def gone(_: object) -> None:
+                size = self._sizes.pop(address, 0)
+                self.live_bytes -= size
+                self._references.pop(address, None)
+
+            self._references[address] = weakref.ref(tensor.untyped_storage(), gone)
+            self._sizes[address] = size
+        return refused
+
+    def _resized(self, address: int, size: int) -> int:
+        """Count what growing takes: a new block, to which the old one, alive until then, is copied."""
+        old = self._sizes[address]
+        refused = self._allocate(size) if size > old else 0
+        if not refused and size != old:
+            self.live_bytes -= old if size > old else old - size
+            self._sizes[address] = size
+        return refused
+
+    def _allocate(self, size: int) -> int:
+        if size == 0:
+            return 0
         self.allocations += 1
-        self._check(size, fails=self.allocations == self.fail_at)
-
-        def gone(_: object) -> None:
-            self.live_bytes -= self._sizes.pop(address, 0)
-            self._references.pop(address, None)
-
-        self._references[address] = weakref.ref(tensor.untyped_storage(), gone)
-        self._sizes[address] = size
-        self._add(size)
-
-    def _grow(self, address: int, size: int) -> None:
-        self._check(size - self._sizes[address], fails=False)
-        self._add(size - self._sizes[address])
-        self._sizes[address] = size
-
-    def _check(self, size: int, *, fails: bool) -> None:
-        over = self.capacity_bytes is not None and self.live_bytes + size > self.capacity_bytes
-        if over or fails:
-            capacity = self.live_bytes if self.capacity_bytes is None else self.capacity_bytes
-            raise out_of_memory(size, capacity, self.live_bytes)
-
-    def _add(self, size: int) -> None:
+        is_over = self.capacity_bytes is not None and self.live_bytes + size > self.capacity_bytes
+        if is_over or self.allocations == self.fail_at:
+            return size
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return 0
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -146,37 +199,48 @@ def _address(tensor: torch.Tensor) -> int | None:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a wrapper
         return None
 
 
 def _coming_bytes(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """Return how many bytes *func* will allocate on the CPU, or 0 where that can't be known before."""
-    if all(result.alias_info is not None for result in func._schema.returns):  # in place
-        return 0
+    kind = _kind(func)
     device = kwargs.get("device")
-    if device is not None and torch.device(device).type != "cpu":
+    if not kind.may_allocate or (device is not None and torch.device(device).type != "cpu"):
         return 0
     given = _tensors((args, kwargs))
-    if any(tensor.device.type != "cpu" for tensor in given) or (not given and "device" not in _argument_names(func)):
+    if any(tensor.device.type != "cpu" for tensor in given) or not (given or kind.takes_device):
         return 0
     try:
-        shadows: dict[int, torch.Tensor] = {id(tensor): _shadow(tensor) for tensor in given}
+        shadows = {id(tensor): _shadow(tensor) for tensor in given}
+        before = {s._cdata: s.nbytes() for s in (shadow.untyped_storage() for shadow in shadows.values())}
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: shadows[id(tensor)], (args, kwargs))
-        if "device" in _argument_names(func):
+        if kind.takes_device:
             kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False}
-        made = {s._cdata: s for s in (t.untyped_storage() for t in _tensors(func(*args, **kwargs)))}
+        made = {s._cdata: s for s in (tensor.untyped_storage() for tensor in _tensors(func(*args, **kwargs)))}
+        return sum(s.nbytes() for address, s in made.items() if s.nbytes() > before.get(address, 0))
     except Exception:  # noqa: BLE001 - no meta form, or a result that depends on values: counted afterwards instead
         return 0
-    for shadow in shadows.values():
-        made.pop(shadow.untyped_storage()._cdata, None)
-    return sum(storage.nbytes() for storage in made.values())
 
 
 def _shadow(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _argument_names(func: Any) -> set[str]:
-    return {argument.name for argument in func._schema.arguments}
+class _Kind(NamedTuple):
+    may_allocate: bool  # and its schema tells how: neither a view, nor in place
+    takes_device: bool
+
+
+@functools.cache
+def _kind(func: Any) -> _Kind:
+    if not isinstance(func, torch._ops.OpOverload) or func.is_view:
+        return _Kind(may_allocate=False, takes_device=False)
+    arguments = func._schema.arguments
+    in_place = all(result.alias_info is not None for result in func._schema.returns)
+    resizes = func._schema.name == "aten::resize_" or any(argument.is_out for argument in arguments)
+    return _Kind(
+        may_allocate=resizes or not in_place, takes_device=any(argument.name == "device" for argument in arguments)
+    )

@@ -10,12 +10,14 @@ whether a tensor was written, and what was written needs a full copy
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from oomguard.memory.storages import beside_the_device
 from oomguard.step.state import (
     STATEFUL,
     RandomState,
@@ -64,7 +66,7 @@ class Watch:
         self._counting += [group for optimizer in found.optimizers for group in optimizer.param_groups]
         self._containers = [c for _, c, owner in found.containers if not isinstance(owner, STATEFUL)]
         self._cells = [cell for _, cell in found.cells]
-        self._globals = [(table, name) for name, table in found.globals]
+        self._globals = [(table, key) for _, table, key in found.globals]
         self._modules = [module for _, module in found.modules]
         self._still = [t for t, _ in self.watched if not t.requires_grad]  # as far as anyone knows
         self._still_versions = [tensor._version for tensor in self._still]
@@ -135,7 +137,8 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> list[tuple[list[torch.Tensor], 
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return [(kind, [torch.empty_like(tensor) for tensor in kind]) for kind in kinds.values()]
+    with beside_the_device():
+        return [(kind, [torch.empty_like(tensor) for tensor in kind]) for kind in kinds.values()]
 
 
 class Entry:
@@ -169,7 +172,8 @@ class Entry:
             watch.copy_what_moves()
         self._watched = watch.watched
         self._versions = [tensor._version for tensor, _ in self._watched]
-        self._first = [(t, t._version, t.to("cpu", copy=True)) for t in watch._first]
+        with beside_the_device() if watch._first else contextlib.nullcontext():
+            self._first = [(t, t._version, t.to("cpu", copy=True)) for t in watch._first]
         watch._first = []
         self._gradient_versions = [gradient._version for _, gradient in self.gradients]
         self._counting = [dict(table) for table in watch._counting]

@@ -291,6 +291,8 @@ class PiecewiseRun(WholeRun):
                 raise Refusal("a hook changes the gradient of a parameter (register_hook)")
         self._entry.adopt(leaves)
         weight = self._weights[self._piece]
+        if weight == 0:  # a piece with nothing to count: its mean is no number, and its share nothing
+            engine = _nothing
         gradients = tuple(None if g is None else g * weight for g in gradients)
         gathered = self._gathered.setdefault(number, {})
         return self._accumulate(engine, outputs, (gradients, *args[1:]), kwargs, self._watch.parameters, gathered)
@@ -362,6 +364,10 @@ class PiecewiseRun(WholeRun):
             return real(owner, *args, **kwargs)
         finally:
             self._holding -= 1
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Take the engine's place."""
 
 
 def _name_call(call: tuple[object, ...]) -> str:

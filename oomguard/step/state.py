@@ -11,7 +11,9 @@ since its dictionary is one of the containers.
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 import io
 import random
 import sys
@@ -25,6 +27,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from oomguard.memory.storages import beside_the_device
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, range, slice)
 _CONTAINERS = (dict, list, set, deque, tuple)
@@ -41,7 +45,7 @@ class Found:
     tensors: dict[torch.Tensor, str] = field(default_factory=dict)
     containers: list[tuple[str, Any, object]] = field(default_factory=list)  # name, container, owner
     cells: list[tuple[str, types.CellType]] = field(default_factory=list)
-    globals: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    globals: list[tuple[str, dict[str, Any], str]] = field(default_factory=list)  # name, table, key
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[LRScheduler] = field(default_factory=list)
@@ -155,44 +159,48 @@ class _Walk:
             self.value(value, f"{prefix}{key}", owner)
 
     def function(self, function: Any) -> None:
-        """Follow what the code of *function* can reach."""
-        if isinstance(function, functools.partial):
-            self.items(enumerate(function.args), "argument ")
-            self.items(function.keywords.items(), "")
-        bound = getattr(function, "__self__", None)
-        if bound is not None and not isinstance(bound, types.ModuleType | type):
-            self.value(bound, "self")
-        code_owner = _unwrap(function)
-        if not isinstance(code_owner, types.FunctionType):
-            if callable(code_owner):
-                self.value(code_owner, "self")
-                self._method(code_owner, "__call__")
-            return
-        self._seen.add(id(code_owner))
-        for name, cell in zip(code_owner.__code__.co_freevars, code_owner.__closure__ or (), strict=True):
+        """Follow what the code of *function*, and of what it wraps, can reach."""
+        for layer in _layers(function):
+            bound = getattr(layer, "__self__", None)
+            if bound is not None and not isinstance(bound, types.ModuleType | type):
+                self.value(bound, "self")
+            if isinstance(layer, functools.partial):
+                self.items(enumerate(layer.args), "argument ")
+                self.items(layer.keywords.items(), "")
+            elif isinstance(layer, types.FunctionType):
+                self._code(layer)
+            elif not isinstance(layer, types.MethodType | types.BuiltinFunctionType | type) and not _is_wrapper(layer):
+                self.value(layer, "self")  # a callable object
+                self._method(layer, "__call__")
+
+    def _code(self, function: types.FunctionType) -> None:
+        self._seen.add(id(function))
+        names, attributes = _names_in(function.__code__)
+        self.found.sets_modes |= not {"train", "eval"}.isdisjoint(attributes)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen and content_of(cell) is not _MISSING:
                 self._seen.add(id(cell))
                 self.found.cells.append((name, cell))
-                self.value(cell.cell_contents, name)
-        self.items(enumerate(code_owner.__defaults__ or ()), "default ")
-        self.items((code_owner.__kwdefaults__ or {}).items(), "")
-        self._globals(code_owner)
-
-    def _globals(self, function: types.FunctionType) -> None:
-        names = _names_in(function.__code__)
-        self.found.sets_modes |= not {"train", "eval"}.isdisjoint(names)
+                self._reach(cell.cell_contents, name, attributes)
+        parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
+        self.items(((p.name, p.default) for p in parameters if p.default is not p.empty), "")
         for name in names:
             value = function.__globals__.get(name, _MISSING)
-            if value is _MISSING:
-                continue
-            if isinstance(value, types.ModuleType):  # `config.model` of the user's own module
-                self.found.draws_python |= value.__name__ in ("random", "numpy", "numpy.random")
-                if self._is_own(value.__name__):
-                    self.items(((n, vars(value)[n]) for n in names if n in vars(value)), f"{name}.")
-                continue
-            if not isinstance(value, types.FunctionType | type):
-                self.found.globals.append((name, function.__globals__))
+            if value is not _MISSING:
+                if not isinstance(value, types.FunctionType | types.ModuleType | type):
+                    self.found.globals.append((name, function.__globals__, name))
+                self._reach(value, name, attributes)
+
+    def _reach(self, value: object, name: str, attributes: list[str]) -> None:
+        """Visit what a name in some code stands for; of a module, the *attributes* that the code names."""
+        if not isinstance(value, types.ModuleType):
             self.value(value, name)
+            return
+        self.found.draws_python |= value.__name__ in ("random", "numpy", "numpy.random")
+        if self._is_own(value.__name__):
+            for key in [key for key in attributes if key in vars(value)]:
+                self.found.globals.append((f"{name}.{key}", vars(value), key))
+                self.value(vars(value)[key], f"{name}.{key}")
 
     def _method(self, thing: object, name: str) -> None:
         method = getattr(type(thing), name, None)
@@ -259,16 +267,19 @@ def _is_wrapper(value: object) -> bool:
     return callable(value) and isinstance(getattr(value, "__wrapped__", None), types.FunctionType | types.MethodType)
 
 
-def _unwrap(function: Any) -> Any:
-    """Return the innermost function: without partial, method, decorator and compiler around it."""
+def _layers(function: Any) -> Iterator[Any]:
+    """Yield *function* and what it wraps: by partial, as a method, by a decorator, by the compiler."""
     while True:
-        for name in ("func", "__func__", "_torchdynamo_orig_callable", "__wrapped__"):
-            inner = getattr(function, name, None)
-            if callable(inner) and (name != "func" or isinstance(function, functools.partial)):
-                function = inner
-                break
-        else:
-            return function
+        yield function
+        names = ("func",) if isinstance(function, functools.partial) else ("__func__", "_torchdynamo_orig_callable", "__wrapped__")
+        inner = next((thing for name in names if callable(thing := getattr(function, name, None))), None)
+        if inner is None:
+            return
+        function = inner
+
+
+def _unwrap(function: Any) -> Any:
+    return list(_layers(function))[-1]
 
 
 def _module_of(thing: object) -> str:
@@ -287,13 +298,21 @@ def _is_library(package: str) -> bool:
     return package == "oomguard" or "site-packages" in file or "dist-packages" in file
 
 
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that *code* and the functions defined in it look up."""
-    names = dict.fromkeys(code.co_names)
+def _names_in(code: types.CodeType) -> tuple[list[str], list[str]]:
+    """Return the globals and the attributes that *code*, and the functions defined in it, look up."""
+    names: dict[str, None] = {}
+    attributes: dict[str, None] = {}
+    for instruction in dis.get_instructions(code):
+        if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
+            names[instruction.argval] = None
+        elif "ATTR" in instruction.opname or "METHOD" in instruction.opname:
+            attributes[instruction.argval] = None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(_names_in(constant)))
-    return tuple(names)
+            inner = _names_in(constant)
+            names.update(dict.fromkeys(inner[0]))
+            attributes.update(dict.fromkeys(inner[1]))
+    return list(names), list(attributes)
 
 
 def content_of(cell: types.CellType) -> object:
@@ -327,17 +346,18 @@ class Saved:
     def __init__(self, found: Found, *, values: bool = True) -> None:
         self.found = found
         self.values = values
-        self._tensors = [_save_tensor(tensor, name, values=values) for tensor, name in found.tensors.items()]
+        with beside_the_device():
+            self._tensors = [_save_tensor(tensor, name, values=values) for tensor, name in found.tensors.items()]
         self._containers = [(name, c, owner, entries_of(c)) for name, c, owner in found.containers]
         self._cells = [(name, cell, content_of(cell)) for name, cell in found.cells]
-        self._globals = [(name, table, table.get(name, _MISSING)) for name, table in found.globals]
+        self._globals = [(name, table, key, table.get(key, _MISSING)) for name, table, key in found.globals]
         self._random = RandomState(found)
 
     def restore(self) -> None:
         """Put everything back; what did not exist when this was made is dropped."""
-        for name, table, value in self._globals:
-            if table.get(name, _MISSING) is not value:
-                table[name] = value
+        for _, table, key, value in self._globals:
+            if table.get(key, _MISSING) is not value:
+                table[key] = value
         for _, cell, value in self._cells:
             if content_of(cell) is not value:
                 cell.cell_contents = value
@@ -357,7 +377,7 @@ class Saved:
         them. Values that are equal to the old ones are no change either.
         """
         ignored = {id(tensor) for tensor in ignore}
-        changed = [name for name, table, value in self._globals if _differs(table.get(name, _MISSING), value)]
+        changed = [name for name, table, key, value in self._globals if _differs(table.get(key, _MISSING), value)]
         changed += [name for name, cell, value in self._cells if _differs(content_of(cell), value)]
         for name, container, owner, entries in self._containers:
             now = entries_of(container)
@@ -428,8 +448,8 @@ def _changed_entries(name: str, owner: object, before: list[Any], now: list[Any]
         return [name]
     old, new = dict(before), dict(now)
     keys = [k for k in {**old, **new} if _differs(new.get(k, _MISSING), old.get(k, _MISSING))]
-    if isinstance(owner, nn.Module):
-        keys = [k for k in keys if isinstance(new.get(k), _NUMBERS)]
+    if isinstance(owner, nn.Module):  # every piece sets the same mode
+        keys = [k for k in keys if isinstance(new.get(k), _NUMBERS) and k != "training"]
     elif isinstance(owner, STATEFUL):
         keys = [k for k in keys if isinstance(new.get(k), int | float) and not isinstance(new.get(k), bool)]
     return [f"{name}.{key}" for key in keys]

@@ -1,7 +1,8 @@
 """
 The pytest plugin: a marker that runs a test on a simulated device, and a fixture that is this device.
 
-Nothing of torch is imported before a test asks for it.
+pytest loads it where oomguard is installed, and oomguard imports torch:
+`pytest -p no:oomguard` does without both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         names = getattr(item, "fixturenames", None)
         if names is not None and item.get_closest_marker(_MARKER) is not None and "oom_simulation" not in names:
-            names.append("oom_simulation")
+            # A new list: the old one is shared with the test's other parameters, which may carry no marker.
+            item.fixturenames = [*names, "oom_simulation"]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -47,12 +49,14 @@ def oom_simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
 
     marker = request.node.get_closest_marker(_MARKER)
     if marker is None:
-        raise pytest.UsageError(
-            f"oomguard: the fixture oom_simulation needs a marker: @pytest.mark.{_MARKER}('64MiB') on the test"
+        pytest.fail(
+            f"oomguard: the fixture oom_simulation needs a marker: @pytest.mark.{_MARKER}('64MiB') on the test",
+            pytrace=False,
         )
     try:
         simulation = simulate_oom(*marker.args, **marker.kwargs)
     except (TypeError, ValueError) as error:
-        raise pytest.UsageError(f"oomguard: @pytest.mark.{_MARKER}: {error}") from error
+        reason = str(error).removeprefix("oomguard: ")
+        pytest.fail(f"oomguard: @pytest.mark.{_MARKER}: {reason}", pytrace=False)
     with simulation:
         yield simulation

@@ -91,10 +91,12 @@ class Simulation:
     def _answers(self) -> dict[str, Callable[..., Any]]:
         """Return what the functions that code asks about memory answer for this device."""
         meter = self._meter
-        total = available_bytes() if meter.capacity_bytes is None else meter.capacity_bytes
 
         def info(*_: Any, **__: Any) -> tuple[int, int]:
-            return max(0, total - meter.live_bytes), total
+            if meter.capacity_bytes is None:  # no limit but the machine's
+                free = available_bytes()
+                return free, meter.live_bytes + free
+            return meter.capacity_bytes - meter.live_bytes, meter.capacity_bytes
 
         def live(*_: Any, **__: Any) -> int:
             return meter.live_bytes
@@ -115,10 +117,10 @@ class Simulation:
             return {**table, "num_alloc_retries": 0, "num_ooms": 0}
 
         def summary(*_: Any, **__: Any) -> str:
-            return f"simulated device: {format_bytes(meter.live_bytes)} of {format_bytes(total)} in use"
+            return f"simulated device: {format_bytes(meter.live_bytes)} of {format_bytes(info()[1])} in use"
 
         def properties(*_: Any, **__: Any) -> SimpleNamespace:
-            return SimpleNamespace(name="simulated device", total_memory=total, major=0, minor=0)
+            return SimpleNamespace(name="simulated device", total_memory=info()[1], major=0, minor=0)
 
         return {
             "mem_get_info": info,
@@ -129,6 +131,7 @@ class Simulation:
             "max_memory_reserved": peak,
             "reset_peak_memory_stats": reset,
             "reset_max_memory_allocated": reset,
+            "reset_accumulated_memory_stats": nothing,
             "memory_stats": stats,
             "memory_summary": summary,
             "get_device_properties": properties,

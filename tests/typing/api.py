@@ -52,7 +52,8 @@ trainer = Trainer()
 assert_type(trainer.step(x), float)
 assert_type(trainer.step.batch_size, int)
 bound: BoundFittedStep[..., float] = trainer.step
-unbound: FittedStep[..., float] = Trainer.step
+unbound: BoundFittedStep[..., float] = Trainer.step
+decorated: FittedStep[..., torch.Tensor] = train_step
 trainer.step("x")  # type: ignore[arg-type]
 
 with oom_guard(reduction=lambda x: x.numel(), on_event=print, grow_after=10) as guard:
