@@ -594,13 +594,13 @@ def oom_guard(
 
     Example:
         >>> import oomguard.testing
-        >>> weight = torch.ones(4, requires_grad=True)
+        >>> weight, x = torch.ones(4, requires_grad=True), torch.ones(6, 4)
         >>> def step(x):
         ...     loss = (x * weight).sum(1).mean()
         ...     loss.backward()
         ...     return loss.detach()
         >>> with oomguard.testing.simulate_oom(fail_at=1), oom_guard() as guard:
-        ...     loss = guard.run(step, torch.ones(6, 4))
+        ...     loss = guard.run(step, x)
         >>> float(loss), weight.grad, guard.limit
         (4.0, tensor([1., 1., 1., 1.]), 3)
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from oomguard.memory.oom import is_fragmented, is_oom
-from oomguard.memory.storages import StorageMeter, active_meter, out_of_memory
+from oomguard.memory.storages import StorageMeter, active_meter, beside_the_device, out_of_memory
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 ROW = 4 * KIB  # bytes of a row() below
@@ -108,7 +108,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("refuse_first", [False, True])
 @pytest.mark.parametrize(("program", "live", "peak", "allocations"), PROGRAMS.values(), ids=PROGRAMS)
 def test_bytes_are_counted_exactly_and_given_back(program, live, peak, allocations, refuse_first):
-    with StorageMeter(TIB, refuse_first=refuse_first) as meter:
+    with StorageMeter(TIB if peak is None else peak, refuse_first=refuse_first) as meter:  # it just fits
         kept = program()
 
         assert meter.live_bytes == live
@@ -199,6 +199,18 @@ def test_the_peak_starts_anew_from_what_lives():
         assert meter.peak_bytes == meter.live_bytes == 2 * ROW
         del kept
     assert meter.peak_bytes == 2 * ROW
+
+
+@pytest.mark.parametrize("refuse_first", [False, True])
+def test_what_is_kept_beside_the_device_is_not_counted(refuse_first):
+    with StorageMeter(ROW, refuse_first=refuse_first) as meter:
+        x = row()
+        with beside_the_device():
+            copies = [x.clone(), x.clone()]
+        assert (meter.live_bytes, meter.allocations) == (ROW, 1)
+        assert torch.equal(*copies)
+        with pytest.raises(torch.OutOfMemoryError):
+            copies[0] + 1
 
 
 def test_what_another_thread_allocates_is_not_counted_and_what_it_frees_is():
@@ -335,7 +347,7 @@ def test_every_allocation_of_a_step_can_fail_once():
 def test_growing_fails_like_any_allocation():
     with StorageMeter(fail_at=2), pytest.raises(torch.OutOfMemoryError):
         row().resize_(2 * KIB)
-    with StorageMeter(2 * ROW), pytest.raises(torch.OutOfMemoryError, match="allocate 8[.]00 KiB"):
+    with StorageMeter(2 * ROW), pytest.raises(torch.OutOfMemoryError, match=r"allocate 8\.00 KiB"):
         row().resize_(2 * KIB)
 
 
@@ -465,6 +477,19 @@ def test_refusing_first_takes_no_random_numbers(operation, generator):
     with StorageMeter(MIB, refuse_first=True):
         actual = operation(generator)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_an_operation_without_tensors_runs_once():
+    calls = []
+
+    @torch.library.custom_op("oomguard_tests::make", mutates_args=())
+    def make(length: int) -> torch.Tensor:
+        calls.append(length)
+        return torch.zeros(length)
+
+    with StorageMeter(TIB, refuse_first=True) as meter:
+        make(KIB)
+    assert (calls, meter.peak_bytes) == ([KIB], ROW)
 
 
 def test_what_is_made_elsewhere_is_not_refused():

@@ -198,10 +198,7 @@ def _address(tensor: torch.Tensor) -> int | None:
     """Return what identifies the storage of a CPU tensor; None for one without a storage here."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a wrapper
-        return None
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _coming_bytes(func: Any, args: Any, kwargs: dict[str, Any]) -> int:

@@ -242,7 +242,7 @@ class _Walk:
         elif isinstance(value, torch.amp.GradScaler):
             found.scalers.append(value)
         named = isinstance(value, STATEFUL) or callable(getattr(value, "state_dict", None))
-        if named:
+        if named and not (isinstance(value, nn.Module) and not value.state_dict(keep_vars=True)):
             self._note(name, value)
         self._depth += named
         attributes = vars(value)
