@@ -21,7 +21,9 @@ from oomguard.testing import simulate_oom
 
 parser = argparse.ArgumentParser(description="Train a small CNN on 8x8 images of digits.")
 parser.add_argument("--capacity", help="bytes of the simulated device, such as 64MiB; CPU only")
-parser.add_argument("--batch-size", type=int, default=1024, help="what the training wants, whatever the device can hold")
+parser.add_argument(
+    "--batch-size", type=int, default=1024, help="what the training wants, whatever the device can hold"
+)
 parser.add_argument("--epochs", type=int, default=40)
 options = parser.parse_args()
 

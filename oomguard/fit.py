@@ -38,6 +38,7 @@ class _Memory:
 
     report: FitReport | None = None
     limit: Limit | None = None
+    step: Step | None = None  # of a plain function, which is always the same
 
 
 class _Fitted(Generic[P, R]):
@@ -133,7 +134,12 @@ class FittedStep(_Fitted[P, R], wrapt.FunctionWrapper[P, R]):
         guard = ambient.get()
         if guard is None:
             return wrapped(*args, **kwargs)
-        step = _step_of(wrapped, self._self_plan, self._self_memory_of(instance))
+        memory = self._self_own if instance is None else self._self_memory_of(instance)
+        step = memory.step
+        if step is None or step.limit is not memory.limit:
+            step = _step_of(wrapped, self._self_plan, memory)
+            if instance is None:
+                memory.step = step
         return guard.run_step(step, args, kwargs)  # type: ignore[no-any-return]
 
     def _self_source(self) -> tuple[Plan, _Memory]:
@@ -160,7 +166,7 @@ class FittedStep(_Fitted[P, R], wrapt.FunctionWrapper[P, R]):
 
     if TYPE_CHECKING:
 
-        @overload  # type: ignore[override]
+        @overload
         def __get__(self, instance: None, owner: type[Any] | None = None, /) -> BoundFittedStep[P, R]: ...
         @overload
         def __get__(

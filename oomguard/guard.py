@@ -498,7 +498,9 @@ class Guard:
     # What it looks up
 
     def _record_of(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Record:
-        key = _identity(step.function)
+        if step.identity is None:
+            step.identity = _identity(step.function)
+        key = step.identity
         record = self._records.get(key)
         if record is None:
             batch = read_batch(step.function, step.inputs, args, kwargs)  # the first call says what can't be split

@@ -216,7 +216,7 @@ class _Trials:
         self._proven = False  # the step was seen to do something
         self._lost = False  # the device's context is gone
         self.shapes: Shapes = ()  # of one item
-        self._show = _progress_bar(plan.progress, step.name)
+        self._bar = _progress_bar(plan.progress, step.name)
 
     def fits(self, size: int) -> bool:
         """Run the step at *size* and tell whether it fits."""
@@ -249,11 +249,15 @@ class _Trials:
         self._trials.append(trial)
         self._first_failure = self._first_failure or reason
         _LOG.info("oomguard: %s with %d items: %s", self._step.name, size, reason or "ran")
-        self._show(trial)
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{size} {'ran' if trial.passed else reason.partition(':')[0]}", refresh=False)
+            self._bar.update()
         return trial.passed
 
     def close(self) -> None:
         """Leave nothing behind."""
+        if self._bar is not None:
+            self._bar.close()
         if not self._lost:
             self._saved.restore()
             gc.collect()
@@ -340,20 +344,14 @@ class _Witness(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _progress_bar(wanted: bool | None, name: str) -> Callable[[Trial], None]:  # noqa: FBT001 - one option, passed on
-    """Return what shows a trial: nothing, or a bar where tqdm is installed and a person looks on."""
+def _progress_bar(wanted: bool | None, name: str) -> Any:  # noqa: FBT001 - one option, passed on
+    """Return a bar where tqdm is installed and a person looks on, or None."""
     if wanted is False or (wanted is None and not sys.stderr.isatty()):
-        return lambda _: None
+        return None
     try:
         from tqdm import tqdm  # noqa: PLC0415 - optional
     except ImportError:
         if wanted:
             raise ImportError("oomguard: progress=True needs tqdm: pip install 'oomguard[progress]'") from None
-        return lambda _: None
-    bar = tqdm(desc=f"oomguard: {name}", unit=" trials", leave=False)
-
-    def show(trial: Trial) -> None:
-        bar.set_postfix_str(f"{trial.batch_size} {'ran' if trial.passed else trial.reason.partition(':')[0]}")
-        bar.update()
-
-    return show
+        return None
+    return tqdm(desc=f"oomguard: {name}", unit=" trials", leave=False, mininterval=0)

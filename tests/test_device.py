@@ -187,6 +187,14 @@ print(before, available_bytes())
     assert min(before, 2**30 - 64 * MIB) <= after <= 2**30
 
 
+@pytest.mark.parametrize(("limit", "left"), [(-1, sys.maxsize), (10_000, 10_000 - 3 * 1024)])
+def test_the_address_space_that_is_left_is_the_limit_less_what_is_mapped(mocker, limit, left):
+    limits = SimpleNamespace(RLIMIT_AS=9, RLIM_INFINITY=-1, getrlimit=lambda _: (limit, -1))
+    mocker.patch.dict(sys.modules, {"resource": limits})
+    mocker.patch.object(device_module, "_table", return_value={"VmSize:": 3, "VmRSS:": 1})
+    assert device_module._address_space_bytes() == left
+
+
 @pytest.fixture
 def no_proc(mocker):
     return mocker.patch.object(device_module, "_table", side_effect=FileNotFoundError)

@@ -199,7 +199,8 @@ def test_the_plain_function_doubles_and_returns_the_last_size_that_ran():
 
 
 @pytest.mark.parametrize(
-    ("dataset_size", "max_batch_size", "expected"), [(100, None, 100), (1000, 6, 6), (5, None, 5), (1, None, 1), (9, 1, 1)]
+    ("dataset_size", "max_batch_size", "expected"),
+    [(100, None, 100), (1000, 6, 6), (5, None, 5), (1, None, 1), (9, 1, 1)],
 )
 def test_the_plain_function_stops_at_the_data_set_and_at_the_maximum(dataset_size, max_batch_size, expected):
     model = nn.Linear(4, 2)

@@ -94,6 +94,8 @@ def test_public_names_are_sorted_and_explained():
 def test_every_example_in_a_docstring_runs(name):
     module = importlib.import_module(name)
 
-    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS, extraglobs={"torch": importlib.import_module("torch")})
+    result = doctest.testmod(
+        module, optionflags=doctest.ELLIPSIS, extraglobs={"torch": importlib.import_module("torch")}
+    )
 
     assert result.failed == 0

@@ -42,7 +42,9 @@ print(repr(losses), [repr(p.double().sum().item())[:12] for p in model.parameter
 
 
 def run(limit, what="train"):
-    return subprocess.run([sys.executable, "-c", CHILD, limit, what], capture_output=True, text=True, check=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", CHILD, limit, what], capture_output=True, text=True, check=True, timeout=300
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is not enforced elsewhere")

@@ -10,8 +10,6 @@ whether a tensor was written, and what was written needs a full copy
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +28,7 @@ from oomguard.step.state import (
 )
 
 _MOVING_BYTES = 2**20  # tensors up to this size that calls write (spectral norm's vectors) are copied at every entry
+_NONE: list[Any] = []
 _SMALL = 64  # containers up to this many entries are copied; from longer ones only new elements are taken back
 
 
@@ -65,8 +64,11 @@ class Watch:
         self._counting = [vars(thing) for thing in (*found.schedulers, *found.scalers)]
         self._counting += [group for optimizer in found.optimizers for group in optimizer.param_groups]
         self._containers = [c for _, c, owner in found.containers if not isinstance(owner, STATEFUL)]
-        self._cells = [cell for _, cell in found.cells]
-        self._globals = [(table, key) for _, table, key in found.globals]
+        cells = [cell for _, cell in found.cells]
+        names = [(table, key) for _, table, key in found.globals]
+        # A name that stands for a model or an optimizer is not written by a step; any other may be a counter.
+        self._cells = [cell for cell in cells if not isinstance(content_of(cell), STATEFUL)]
+        self._globals = [(table, key) for table, key in names if not isinstance(table.get(key), STATEFUL)]
         self._modules = [module for _, module in found.modules]
         self._still = [t for t, _ in self.watched if not t.requires_grad]  # as far as anyone knows
         self._still_versions = [tensor._version for tensor in self._still]
@@ -74,9 +76,9 @@ class Watch:
         self._moving = self.norm_buffers
         self._buffers = _by_kind(self._moving)
         tables = [table for table in self._containers if isinstance(table, dict)]
-        places = [*self._globals, *((table, key) for table in tables for key in table)]
+        places = [*names, *((table, key) for table in tables for key in table)]
         self._roots = [(t, k, t[k]) for t, k in places if isinstance(t.get(k), STATEFUL)]
-        self._cell_roots = [(c, c.cell_contents) for c in self._cells if isinstance(c.cell_contents, STATEFUL)]
+        self._cell_roots = [(c, content_of(c)) for c in cells if isinstance(content_of(c), STATEFUL)]
 
     def knows(self, thing: object) -> bool:
         """Tell whether a parameter or optimizer is known, and know it from now on."""
@@ -141,6 +143,21 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> list[tuple[list[torch.Tensor], 
         return [(kind, [torch.empty_like(tensor) for tensor in kind]) for kind in kinds.values()]
 
 
+def _copied(watch: Watch) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+    """Copy to the host, once, what nobody knows yet to be written by calls."""
+    first, watch._first = watch._first, []
+    with beside_the_device():
+        return [(tensor, tensor._version, tensor.to("cpu", copy=True)) for tensor in first]
+
+
+def _states_of(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    return {key: dict(state) for key, state in scaler._per_optimizer_states.items()}
+
+
+def _entries_or_length(container: Any) -> list[Any] | int:
+    return entries_of(container) if len(container) <= _SMALL else len(container)
+
+
 class Entry:
     """
     A step's state at the entry of one attempt.
@@ -161,9 +178,13 @@ class Entry:
         *,
         copy: bool = False,
     ) -> None:
+        # Every guarded call pays for these lines: nothing is done for what a step does not have.
+        found = watch.found
         self._watch = watch
-        self._random = RandomState(watch.found, python=watch.found.draws_python)
+        self._random = RandomState(found, python=found.draws_python)
         self.gradients = [(p, gradient) for p in watch.parameters if (gradient := p.grad) is not None]
+        self._gradient_versions = [gradient._version for _, gradient in self.gradients] if self.gradients else []
+        self._by_parameter: dict[int, torch.Tensor] | None = None
         self._inputs: list[tuple[torch.Tensor, int]] = []
         _note_versions(args, self._inputs)
         if kwargs:
@@ -172,21 +193,16 @@ class Entry:
             watch.copy_what_moves()
         self._watched = watch.watched
         self._versions = [tensor._version for tensor, _ in self._watched]
-        with beside_the_device() if watch._first else contextlib.nullcontext():
-            self._first = [(t, t._version, t.to("cpu", copy=True)) for t in watch._first]
-        watch._first = []
-        self._gradient_versions = [gradient._version for _, gradient in self.gradients]
+        self._first = _copied(watch) if watch._first else _NONE
         self._counting = [dict(table) for table in watch._counting]
-        self._scalers = [
-            {key: dict(state) for key, state in scaler._per_optimizer_states.items()} for scaler in watch.found.scalers
-        ]
-        self._containers = [entries_of(c) if len(c) <= _SMALL else len(c) for c in watch._containers]
-        self._cells = [content_of(cell) for cell in watch._cells]
-        self._globals = [table.get(name) for table, name in watch._globals]
-        self._training = [module.training for module in watch._modules] if watch.found.sets_modes else ()
+        self._scalers = [_states_of(scaler) for scaler in found.scalers] if found.scalers else _NONE
+        self._containers = [_entries_or_length(c) for c in watch._containers] if watch._containers else _NONE
+        self._cells = [content_of(cell) for cell in watch._cells] if watch._cells else _NONE
+        self._globals = [table.get(key) for table, key in watch._globals] if watch._globals else _NONE
+        self._training = [module.training for module in watch._modules] if found.sets_modes else _NONE
         for tensors, copies in watch._buffers:
             torch._foreach_copy_(copies, tensors)
-        self._saved = [Saved(watch.found)] if copy else []
+        self._saved = [Saved(found)] if copy else []
         self._states: dict[torch.optim.Optimizer, tuple[int, list[torch.Tensor], list[int]]] = {}
         self._unseen: list[str] = []  # updates that `_version` does not show
 
@@ -215,15 +231,13 @@ class Entry:
                 if leaf.grad is not None:
                     self.gradients.append((leaf, leaf.grad))
                     self._gradient_versions.append(leaf.grad._version)
-                    self._gradients_at_entry[id(leaf)] = leaf.grad
+                    self._by_parameter = None
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient that *parameter* had at entry."""
-        return self._gradients_at_entry.get(id(parameter))
-
-    @functools.cached_property
-    def _gradients_at_entry(self) -> dict[int, torch.Tensor]:
-        return {id(parameter): gradient for parameter, gradient in self.gradients}
+        if self._by_parameter is None:
+            self._by_parameter = {id(known): gradient for known, gradient in self.gradients}
+        return self._by_parameter.get(id(parameter))
 
     def has_moved(self) -> bool:
         """Tell whether a watched tensor was written since."""

@@ -43,6 +43,7 @@ class Step:
         inputs: The declared inputs, or None: every tensor argument is batch.
         state: What it changes and can't be found from its code.
         limit: What a probe has found.
+        identity: What a guard knows the step by, from its first call on.
     """
 
     function: Callable[..., Any]
@@ -50,6 +51,7 @@ class Step:
     inputs: Mapping[str, Any] | None = None
     state: object = None
     limit: Limit | None = None
+    identity: tuple[object, ...] | None = None
 
 
 class Runner(Protocol):

@@ -271,7 +271,11 @@ def _layers(function: Any) -> Iterator[Any]:
     """Yield *function* and what it wraps: by partial, as a method, by a decorator, by the compiler."""
     while True:
         yield function
-        names = ("func",) if isinstance(function, functools.partial) else ("__func__", "_torchdynamo_orig_callable", "__wrapped__")
+        names = (
+            ("func",)
+            if isinstance(function, functools.partial)
+            else ("__func__", "_torchdynamo_orig_callable", "__wrapped__")
+        )
         inner = next((thing for name in names if callable(thing := getattr(function, name, None))), None)
         if inner is None:
             return
@@ -458,20 +462,26 @@ def _changed_entries(name: str, owner: object, before: list[Any], now: list[Any]
 class RandomState:
     """The states of the random number generators that a step can draw from."""
 
+    __slots__ = ("_devices", "_generators", "_numpy", "_python", "_torch")
+
     def __init__(self, found: Found, *, python: bool = True) -> None:
-        self._torch = torch.get_rng_state()
-        self._devices = [
-            (torch.get_device_module(device), device, torch.get_device_module(device).get_rng_state(device))
-            for device in found.devices
-        ]
-        self._generators = [(generator, generator.get_state()) for generator in found.generators]
-        self._python = random.getstate() if python else None
-        numpy = sys.modules.get("numpy") if python else None
-        self._numpy = (numpy.random, numpy.random.get_state()) if numpy else None
+        self._torch = torch.default_generator.get_state()
+        self._devices: list[tuple[Any, torch.device, torch.Tensor]] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._python = self._numpy = None
+        for device in found.devices:
+            module = torch.get_device_module(device)
+            self._devices.append((module, device, module.get_rng_state(device)))
+        for generator in found.generators:
+            self._generators.append((generator, generator.get_state()))
+        if python:
+            self._python = random.getstate()
+            numpy = sys.modules.get("numpy")
+            self._numpy = (numpy.random, numpy.random.get_state()) if numpy else None
 
     def restore(self) -> None:
         """Put all generators back."""
-        torch.set_rng_state(self._torch)
+        torch.default_generator.set_state(self._torch)
         for module, device, state in self._devices:
             module.set_rng_state(state, device)
         for generator, state in self._generators:
