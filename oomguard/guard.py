@@ -309,7 +309,7 @@ class Guard:
                 if tries > 0:  # what pieces have hidden comes back; a plain call is left as it failed
                     entry.restore()
                     error.add_note(
-                        f"oomguard: raised in a piece of a batch of {record.step.name} that was too large to run whole. "
+                        f"oomguard: raised in a piece of a batch of {record.step.name} that does not fit whole. "
                         "(Batch norm refuses a piece of 1 item; oom_guard(min_batch_size=2) makes none.)"
                     )
                 raise

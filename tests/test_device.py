@@ -180,9 +180,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 print(before, available_bytes())
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
-    )
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     before, after = map(int, result.stdout.split())
     assert min(before, 2**30 - 64 * MIB) <= after <= 2**30
 

@@ -162,7 +162,7 @@ def test_dummy_data_that_has_its_batch_dimension_already_is_refused():
 
 
 def test_an_override_that_is_no_option_is_refused():
-    with pytest.raises(TypeError, match="oomguard: probe.. got 'head_room'; its options are inputs, state, device"):
+    with pytest.raises(TypeError, match=r"oomguard: probe\(\) got 'head_room'; its options are inputs, state, device"):
         module_step.probe(head_room=0.1)
     with pytest.raises(InputError, match="has no argument 'y'"):
         module_step.probe(inputs={"y": Input(3)})

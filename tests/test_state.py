@@ -67,6 +67,7 @@ class Trainer:
         return self.model(x)
 
 
+TRAINER = Trainer()
 FOUND = (
     "self.model (Linear, 2 tensors)",
     "self.optimizer (Adam)",
@@ -82,7 +83,7 @@ FOUND = (
         Trainer().step,
         Trainer(),
         functools.partial(Trainer().step, x=1),
-        functools.wraps(Trainer.step)(lambda *args, trainer=Trainer(): trainer.step(*args)),
+        functools.wraps(Trainer.step)(lambda *args, trainer=TRAINER: trainer.step(*args)),
     ],
     ids=["method", "callable object", "partial", "default"],
 )
@@ -204,7 +205,7 @@ def everything():
         scaler.update()
         scheduler.step()
         model.eval()
-        model[0].bias.requires_grad_(False)  # noqa: FBT003
+        model[0].bias.requires_grad_(False)
         model.register_buffer("new", torch.ones(1))
         plain["list"].append(3)
         plain["set"].add(2)
@@ -281,7 +282,7 @@ def test_an_equal_value_and_a_module_that_keeps_a_tensor_are_no_change():
             self.last = None
             self.calls = 0
 
-    module, name, memo = Keeps(), "".join(["a", "b"]), {"device": torch.device("cpu")}
+    module, name, memo = Keeps(), "a b".split()[0], {"device": torch.device("cpu")}
 
     def step(x):
         return module, name, memo

@@ -123,7 +123,7 @@ def model_and_batch(width=64, batch=2):
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)), torch.randn(batch, width)
 
 
-def train(model, batch, optimizer, after=lambda phase: None):  # noqa: ARG005
+def train(model, batch, optimizer, after=lambda phase: None):
     loss = model(batch).square().mean()
     after("forward")
     loss.backward()

@@ -368,7 +368,7 @@ def regularised() -> Training:
 
 def frozen_part() -> Training:
     model = _model()
-    model.first.requires_grad_(False)  # noqa: FBT003 - PyTorch's own signature
+    model.first.requires_grad_(False)
     opt = torch.optim.Adam(model.parameters(), 0.01)
 
     def step(x, y):
@@ -536,7 +536,7 @@ def metric_scheduler() -> Training:
 def average_by_hand() -> Training:
     base = adam()
     model = base.state["model"]
-    average = copy.deepcopy(model).requires_grad_(False)  # noqa: FBT003
+    average = copy.deepcopy(model).requires_grad_(False)
 
     def step(x, y):
         loss = base.step(x, y)

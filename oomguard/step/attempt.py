@@ -208,13 +208,15 @@ class Entry:
 
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Note *optimizer*'s state; before its first update, copy everything to the host."""
-        if not self._watch.knows(optimizer):
-            self._watch.missed.append(optimizer)
-            self._saved.append(Saved(find_state(_nothing, optimizer)))
-        if not self._saved and id(optimizer) not in self._watch.settled:
-            self._saved.append(Saved(self._watch.found))
+        watch = self._watch
+        if id(optimizer) not in watch.settled:
+            if not watch.knows(optimizer):
+                watch.missed.append(optimizer)
+                self._saved.append(Saved(find_state(_nothing, optimizer)))
+            if not self._saved:
+                self._saved.append(Saved(watch.found))
         if optimizer not in self._states:
-            tensors = self._watch.state_of(optimizer)
+            tensors = watch.state_of(optimizer)
             self._states[optimizer] = (len(optimizer.state), tensors, [tensor._version for tensor in tensors])
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:

@@ -66,7 +66,7 @@ assert_type(guard.limit, int | None)
 assert_type(guard.report, GuardReport)
 assert_type(guard.state_dict(), dict[str, Any])
 oom_guard(update="halves")  # type: ignore[arg-type]
-oom_guard(True)  # type: ignore[call-arg]  # noqa: FBT003
+oom_guard(True)  # type: ignore[call-arg]
 fit_batch({"x": Input(1)})  # type: ignore[call-arg]
 
 assert_type(current_guard(), Guard | None)
