@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from oomguard.memory.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -162,7 +165,9 @@ class FitReport:
         return _finish(figure, axes, path)
 
     def _table(self) -> _Table:
-        unit, factor = _unit_of(self.capacity_bytes)
+        unit, factor = _unit_of(
+            max(trial.peak_reserved_bytes for trial in self.trials) if self.trials else self.budget_bytes
+        )
 
         def memory(size_bytes: int) -> str:
             return f"{size_bytes / factor:.2f} {unit}"
@@ -182,17 +187,14 @@ class FitReport:
         ]
         answer = "nothing fits" if self.batch_size is None else f"batch size {self.batch_size}"
         count = f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)}"
-        notes = [
-            f"budget {memory(self.budget_bytes)} of {memory(self.capacity_bytes)} (headroom {self.headroom:g}); "
-            f"ended: {self.ended}",
-            f"restored: {', '.join(self.restored)}",
-        ]
-        first = next((t.reason.partition(": ")[2] for t in self.trials if not t.passed and ":" in t.reason), "")
+        budget = f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.capacity_bytes)}"
+        notes = [f"{budget} (headroom {self.headroom:g}); ended: {self.ended}", f"restored: {', '.join(self.restored)}"]
+        first = next((t.reason.partition(": ")[2] for t in self.trials if not t.passed and ": " in t.reason), "")
         return _Table(
             f"{self.step} on {self.device}: {answer} (search: {self.search}, {count})",
             ["batch size", "result", "allocated", "reserved", "of device", "seconds", "samples/s", ""],
             rows,
-            notes + [f"first error: {first}"] * bool(first),
+            notes + [f"first error: {_shortened(first)}"] * bool(first),
         )
 
 
@@ -307,7 +309,14 @@ class GuardReport:
         ]
         notes = [f"largest piece of {name}: {size}" for name, size in self.limits.items()]
         heading = ["call", "step", "event", "batch size", "largest piece", "peak", "device"]
-        return _Table(self._title(), heading, rows, notes + [f"first error: {e.reason}" for e in self.events[:1]])
+        return _Table(
+            self._title(), heading, rows, notes + [f"first error: {_shortened(e.reason)}" for e in self.events[:1]]
+        )
+
+
+def _shortened(text: str) -> str:
+    """Leave out the advice that follows what happened."""
+    return textwrap.shorten(text, 110, placeholder=" ...")
 
 
 def _unit_of(size_bytes: int) -> tuple[str, int]:

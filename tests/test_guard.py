@@ -19,7 +19,8 @@ from oomguard.testing import simulate_oom
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 FRAGMENTED = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 16.00 GiB of which 1.00 GiB is "
-    "free. Of the allocated memory 9.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated."
+    "free. Of the allocated memory 9.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but "
+    "unallocated."
 )
 
 

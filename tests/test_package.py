@@ -25,6 +25,7 @@ WITHIN = {  # what may be imported on the same floor, listed so that no cycle ca
     "errors": {"report"},  # for annotations only
     "memory.oom": {"errors"},
     "ranks": {"errors"},
+    "report": {"memory.units"},
     "memory.device": {"memory.storages"},
     "step.inputs": {"step.call"},
     "step.attempt": {"step.state"},

@@ -282,7 +282,7 @@ def test_an_equal_value_and_a_module_that_keeps_a_tensor_are_no_change():
             self.last = None
             self.calls = 0
 
-    module, name, memo = Keeps(), "a b".split()[0], {"device": torch.device("cpu")}
+    module, name, memo = Keeps(), ["a", "b"][0], {"device": torch.device("cpu")}
 
     def step(x):
         return module, name, memo

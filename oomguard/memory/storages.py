@@ -61,6 +61,14 @@ def out_of_memory(requested_bytes: int, capacity_bytes: int, live_bytes: int) ->
     )
 
 
+def not_allowed(requested_bytes: int, capacity_bytes: int, live_bytes: int) -> torch.OutOfMemoryError:
+    """Return the error for what a CPU would have done and was not asked to."""
+    return torch.OutOfMemoryError(
+        f"CPU out of memory. Tried to allocate {_written(requested_bytes)} beside {_written(live_bytes)}, of "
+        f"{_written(capacity_bytes)} that may be used."
+    )
+
+
 def _written(size_bytes: int) -> str:
     """Return a size as PyTorch's allocator writes it: code that reads its messages must read these."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -126,7 +134,7 @@ class StorageMeter(TorchDispatchMode):
         if self.refuse_first and self.capacity_bytes is not None:
             coming = _coming_bytes(func, args, kwargs)
             if self.live_bytes + coming > self.capacity_bytes:
-                raise out_of_memory(coming, self.capacity_bytes, self.live_bytes)
+                raise not_allowed(coming, self.capacity_bytes, self.live_bytes)
         outputs = func(*args, **kwargs)
         refused = self._account(outputs, (args, kwargs))
         if refused:

@@ -72,9 +72,9 @@ class Input:
             raise TypeError(f"oomguard: dtype must be a torch.dtype such as torch.float32, got {dtype!r}")
         if high is not None and not high > low:
             raise ValueError(f"oomguard: high must be greater than low={low!r}, got {high!r}")
-        if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or not 0 <= batch_dim <= len(shape):
-            if make is None or not isinstance(batch_dim, int) or batch_dim < 0:
-                raise ValueError(f"oomguard: batch_dim must be from 0 to {len(shape)} for {shape}, got {batch_dim!r}")
+        last = len(shape) if make is None else 64  # only `make` knows how many dimensions it makes
+        if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or not 0 <= batch_dim <= last:
+            raise ValueError(f"oomguard: batch_dim must be from 0 to {last} for {shape}, got {batch_dim!r}")
         if make is not None and not callable(make):
             raise TypeError(f"oomguard: make must be a function of the batch size and the device, got {make!r}")
         if make is not None and shape:
@@ -312,8 +312,8 @@ def _declared(inputs: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterat
     for name, value in arguments.items():
         if name not in inputs and isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] in sizes:
             raise InputError(
-                f"oomguard: {name!r} is a tensor as long as the batch ({value.shape[0]}) and is not declared: declare it "
-                "as Input(...) if it belongs to the batch, or take it from outside the function if not"
+                f"oomguard: {name!r} is a tensor as long as the batch ({value.shape[0]}) and is not declared: declare "
+                "it as Input(...) if it belongs to the batch, or take it from outside the function if not"
             )
 
 
