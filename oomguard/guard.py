@@ -33,7 +33,7 @@ from oomguard.report import GuardEvent, GuardReport
 from oomguard.step.attempt import Entry, Watch
 from oomguard.step.audit import Refusal
 from oomguard.step.call import HasStep, Limit, Runner, Step, ambient
-from oomguard.step.inputs import Batch, even_sizes, join_results, read_batch
+from oomguard.step.inputs import Batch, even_sizes, join_results, may_hold_batch, read_batch
 from oomguard.step.pieces import PiecewiseRun, WholeRun, intercepted, is_running
 
 P = ParamSpec("P")
@@ -300,7 +300,16 @@ class Guard:
         Source: https://docs.pytorch.org/docs/stable/notes/faq.html, "My out of memory
         exception handler can't allocate memory".
         """
-        entry = Entry(record.watch, args, kwargs, copy=copy or self._snapshot)
+        copy = copy or self._snapshot
+        try:
+            entry = Entry(record.watch, args, kwargs, copy=copy)
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            entry = None
+        if entry is None:  # there is no room for the copies of the entry itself
+            _free(record.device)
+            entry = Entry(record.watch, args, kwargs, copy=copy)
         try:
             return work(entry), None
         except BaseException as error:
@@ -325,8 +334,7 @@ class Guard:
             )
         if failure.verdict is Verdict.OOM:
             self._ooms += 1
-            gc.collect()  # cycles of the failed attempt hold memory, too
-            memory_of(record.device).empty_cache()
+            _free(record.device)
         return None, failure
 
     def _whole_update(self, recovery: _Recovery) -> Any:
@@ -516,7 +524,8 @@ class Guard:
 
     def _watch(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], missed: Sequence[object] = ()) -> Watch:
         extra = [thing for thing in (step.state, self._state, *missed) if thing is not None]
-        watch = Watch(step.function, extra, (*args, *kwargs.values()))
+        arguments = [value for value in (*args, *kwargs.values()) if not may_hold_batch(value)]
+        watch = Watch(step.function, extra, arguments)
         if watch.found.iterators:
             raise InputError(
                 f"oomguard: {step.name} takes from an iterator, {watch.found.iterators[0]!r}: what one attempt takes "
@@ -643,6 +652,12 @@ def current_guard() -> Guard | None:
     """
     guard = ambient.get()
     return guard if isinstance(guard, Guard) else None
+
+
+def _free(device: torch.device) -> None:
+    """Give back what nothing holds any more; cycles of a failed attempt hold memory, too."""
+    gc.collect()
+    memory_of(device).empty_cache()
 
 
 def _identity(function: Callable[..., Any]) -> tuple[object, ...]:

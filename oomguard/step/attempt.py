@@ -18,6 +18,7 @@ import torch
 from oomguard.memory.storages import beside_the_device
 from oomguard.step.state import (
     STATEFUL,
+    Found,
     RandomState,
     Saved,
     content_of,
@@ -48,7 +49,9 @@ class Watch:
     """
 
     def __init__(self, function: Callable[..., Any], extra: object = None, arguments: Iterable[object] = ()) -> None:
-        self.found = found = find_state(function, extra, arguments)
+        self._start = (function, extra, tuple(arguments))
+        self.found = found = find_state(*self._start)
+        self._complete, self._lengths = found, [len(optimizer.state) for optimizer in found.optimizers]
         self.parameters = found.parameters
         self.norm_buffers = found.norm_buffers()
         self.settled: set[int] = set()
@@ -79,6 +82,13 @@ class Watch:
         places = [*names, *((table, key) for table in tables for key in table)]
         self._roots = [(t, k, t[k]) for t, k in places if isinstance(t.get(k), STATEFUL)]
         self._cell_roots = [(c, content_of(c)) for c in cells if isinstance(content_of(c), STATEFUL)]
+
+    def complete(self) -> Found:
+        """Return what a full copy has to hold: looked up again when optimizers have got state since."""
+        lengths = [len(optimizer.state) for optimizer in self.found.optimizers]
+        if lengths != self._lengths:
+            self._complete, self._lengths = find_state(*self._start), lengths
+        return self._complete
 
     def knows(self, thing: object) -> bool:
         """Tell whether a parameter or optimizer is known, and know it from now on."""
@@ -202,7 +212,7 @@ class Entry:
         self._training = [module.training for module in watch._modules] if found.sets_modes else _NONE
         for tensors, copies in watch._buffers:
             torch._foreach_copy_(copies, tensors)
-        self._saved = [Saved(found)] if copy else []
+        self._saved = [Saved(watch.complete())] if copy else []
         self._states: dict[torch.optim.Optimizer, tuple[int, list[torch.Tensor], list[int]]] = {}
         self._unseen: list[str] = []  # updates that `_version` does not show
 
@@ -214,7 +224,7 @@ class Entry:
                 watch.missed.append(optimizer)
                 self._saved.append(Saved(find_state(_nothing, optimizer)))
             if not self._saved:
-                self._saved.append(Saved(watch.found))
+                self._saved.append(Saved(watch.complete()))
         if optimizer not in self._states:
             tensors = watch.state_of(optimizer)
             self._states[optimizer] = (len(optimizer.state), tensors, [tensor._version for tensor in tensors])
@@ -322,7 +332,7 @@ class Entry:
             names += [
                 "a gradient that was there at entry"
                 for (_, gradient), version in zip(self.gradients, self._gradient_versions, strict=True)
-                if gradient._version != version and bool(gradient.count_nonzero())
+                if gradient._version != version and bool(gradient.detach().cpu().count_nonzero())
             ]
             names += self._unseen
         return list(dict.fromkeys(names))

@@ -408,6 +408,11 @@ def _size_at(value: Any, batch_dim: int) -> int | None:
     return len(value) if isinstance(value, list | tuple) else None
 
 
+def may_hold_batch(argument: object) -> bool:
+    """Tell whether *argument* is of a kind that holds tensors of a batch, and not a model or a number."""
+    return isinstance(argument, torch.Tensor) or _entries(argument) is not None
+
+
 def even_sizes(total: int, largest: int, smallest: int = 1) -> list[int]:
     """
     Cut *total* items into pieces of at most *largest*, as even as can be, larger ones first.

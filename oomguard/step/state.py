@@ -117,8 +117,7 @@ def find_state(function: Callable[..., Any], extra: object = None, arguments: It
     elif extra is not None:
         walk.value(extra, "state")
     for i, argument in enumerate(arguments):
-        if not isinstance(argument, torch.Tensor):
-            walk.value(argument, f"argument {i}")
+        walk.value(argument, f"argument {i}")
     return walk.found
 
 
@@ -253,6 +252,9 @@ class _Walk:
                 found.containers.append((name, entry, value))
                 self._seen.add(id(entry))
                 self._alive.append(entry)
+                for own, tensor in entry.items():  # a parameter is called by its module, not by an optimizer's group
+                    if isinstance(tensor, torch.Tensor) and tensor in found.tensors:
+                        found.tensors[tensor] = f"{name}.{own}"
                 self.items(entry.items(), f"{name}.")
             else:
                 self.value(entry, f"{name}.{key}", value)
