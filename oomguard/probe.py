@@ -24,7 +24,7 @@ from oomguard.memory.oom import Verdict, classify, explain, let_go
 from oomguard.memory.units import format_bytes, parse_bytes
 from oomguard.ranks import require_one_rank
 from oomguard.report import FitReport, Trial
-from oomguard.step.call import Limit, Shapes, Step
+from oomguard.step.call import Limit, Shapes, Step, ambient
 from oomguard.step.inputs import make_dummy, read_batch
 from oomguard.step.state import Found, Saved, find_state
 
@@ -176,11 +176,13 @@ def probe(step: Step, plan: Plan) -> FitReport:
     saved = Saved(found)
     memory = memory_of(device, capacity_bytes=plan.capacity_bytes, held_bytes=held)
     trials = _Trials(step, plan, memory, saved)
+    token = ambient.set(None)  # a guard would hide what does not fit
     try:
         unit = plan.multiple_of  # sizes are counted in it, so that every size tried is a multiple
         cap = None if plan.cap is None else plan.cap // unit
         answer = unit * SEARCHES[plan.search](lambda size: trials.fits(size * unit), max(1, plan.start // unit), cap)
     finally:
+        ambient.reset(token)
         trials.close()
     report = trials.report(answer, found)
     if answer == 0:

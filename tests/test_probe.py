@@ -14,7 +14,7 @@ import training as catalogue
 from torch import nn
 from training import assert_same, snapshot
 
-from oomguard import BatchLimitError, Input, fit_batch
+from oomguard import BatchLimitError, Input, fit_batch, oom_guard
 from oomguard.errors import InputError
 from oomguard.probe import SEARCHES, bisect, double
 from oomguard.testing import simulate_oom
@@ -361,6 +361,22 @@ def test_a_probe_on_a_cpu_stays_within_what_the_model_leaves():
     assert all(trial.peak_allocated_bytes >= sum(p.nbytes for p in model.parameters()) for trial in report.trials)
     # 4 KiB for an item, twice while the next batch is made, and 256 bytes of output
     assert report.batch_size == pytest.approx((2**20 - 2**18 - 256) / (2 * 4096), rel=0.05)
+
+
+def test_a_guard_around_the_probe_does_not_hide_what_does_not_fit():
+    @fit_batch(inputs={"x": Input(3)})
+    def inner(x):
+        if len(x) > 5:
+            raise torch.OutOfMemoryError(OOM)
+        return x.mean()
+
+    outer = fit_batch(inputs={"x": Input(3)}, capacity="1GiB")(lambda x: inner(x) + 0)
+
+    with oom_guard() as guard:
+        assert outer.batch_size == 5
+        outer(torch.ones(2, 3))
+
+    assert guard.report.calls == 1
 
 
 def test_every_trial_is_a_log_line(caplog):

@@ -73,6 +73,33 @@ def test_every_optimizer_gives_the_same_update(name):
     assert guard.limit == 4
 
 
+def test_sparse_gradients_are_gathered_as_well():
+    expected, _ = train(catalogue.sparse, STEPS, 13)
+    limit = {"size": 4, "shapes": [[catalogue.FEATURES], []]}
+
+    with oom_guard() as guard:
+        guard.load_state_dict({"limits": {catalogue.sparse().step.__qualname__: [limit]}})
+        actual, _ = train(catalogue.sparse, STEPS, 13, guard, "1GiB")
+
+    assert_same(actual, expected)
+    assert guard.report.split_calls == STEPS
+
+
+@pytest.mark.parametrize("name", catalogue.SCHEDULERS)
+def test_every_scheduler_counts_one_step(name):
+    def make():
+        return catalogue.scheduled(catalogue.SCHEDULERS[name])
+
+    expected, _ = train(make, 8, 13)
+
+    with oom_guard() as guard:
+        actual, _ = train(make, 8, 13, guard, capacity_for(make, 4))
+
+    assert actual["lr"] == expected["lr"]
+    assert_same(actual["model"], expected["model"])
+    assert guard.limit == 4
+
+
 def test_skipped_updates_are_skipped_in_pieces_too():
     final, _ = train(catalogue.scaler_skips, STEPS, 13)
 

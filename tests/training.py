@@ -61,7 +61,10 @@ def snapshot(training: Training) -> dict[str, Any]:
     for name, thing in training.state.items():
         if isinstance(thing, nn.Module):
             plain[name] = {k: v.clone() for k, v in thing.state_dict().items()}
-            plain[f"{name}.grad"] = [None if p.grad is None else p.grad.clone() for p in thing.parameters()]
+            plain[f"{name}.grad"] = [
+                p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else copy.deepcopy(p.grad)
+                for p in thing.parameters()
+            ]
         elif callable(thing):
             plain[name] = thing()
         elif hasattr(thing, "state_dict"):
@@ -212,6 +215,39 @@ def averaged_model() -> Training:
         return loss.detach()
 
     return Training(step, {"model": model, "opt": opt, "average": average, "scheduler": scheduler})
+
+
+def sparse() -> Training:
+    """Sparse gradients of a table, and an optimizer that takes only those."""
+    torch.manual_seed(1)
+    table = nn.Embedding(CLASSES, WIDTH, sparse=True).double()
+    opt = torch.optim.SparseAdam(table.parameters(), 0.01)
+
+    def step(x, y):
+        opt.zero_grad()
+        loss = (torch.tanh(table(y)) * x.mean(1, keepdim=True)).square().mean()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    return Training(step, {"model": table, "opt": opt})
+
+
+def muon() -> Training:
+    model = _model()
+    matrices = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], 0.01)
+    others = torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], 0.01)
+
+    def step(x, y):
+        matrices.zero_grad()
+        others.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        matrices.step()
+        others.step()
+        return loss.detach()
+
+    return Training(step, {"model": model, "matrices": matrices, "others": others})
 
 
 def two_optimizers() -> Training:
@@ -389,6 +425,7 @@ EXACT: list[Callable[[], Training]] = [
     zeros_in_place,
     clips,
     averaged_model,
+    muon,
     two_optimizers,
     parameter_groups,
     two_backwards,
@@ -419,6 +456,42 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1),
     "SGD nesterov": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
 }
+
+
+_SCHEDULERS = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, Callable[[Any], torch.optim.lr_scheduler.LRScheduler]] = {
+    "LambdaLR": lambda o: _SCHEDULERS.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: _SCHEDULERS.MultiplicativeLR(o, lambda epoch: 0.9),
+    "StepLR": lambda o: _SCHEDULERS.StepLR(o, 3),
+    "MultiStepLR": lambda o: _SCHEDULERS.MultiStepLR(o, [2, 5]),
+    "ConstantLR": _SCHEDULERS.ConstantLR,
+    "LinearLR": _SCHEDULERS.LinearLR,
+    "ExponentialLR": lambda o: _SCHEDULERS.ExponentialLR(o, 0.9),
+    "CosineAnnealingLR": lambda o: _SCHEDULERS.CosineAnnealingLR(o, 7),
+    "PolynomialLR": _SCHEDULERS.PolynomialLR,
+    "CyclicLR": lambda o: _SCHEDULERS.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
+    "OneCycleLR": lambda o: _SCHEDULERS.OneCycleLR(o, 0.1, 50),
+    "CosineAnnealingWarmRestarts": lambda o: _SCHEDULERS.CosineAnnealingWarmRestarts(o, 4),
+    "ChainedScheduler": lambda o: _SCHEDULERS.ChainedScheduler(
+        [_SCHEDULERS.ConstantLR(o, total_iters=4), _SCHEDULERS.ExponentialLR(o, 0.9)]
+    ),
+    "SequentialLR": lambda o: _SCHEDULERS.SequentialLR(
+        o, [_SCHEDULERS.LinearLR(o), _SCHEDULERS.ExponentialLR(o, 0.9)], [4]
+    ),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+}
+
+
+def scheduled(scheduler: Callable[[Any], torch.optim.lr_scheduler.LRScheduler]) -> Training:
+    base = adam()
+    schedule = scheduler(base.state["opt"])
+
+    def step(x, y):
+        loss = base.step(x, y)
+        schedule.step()
+        return loss
+
+    return Training(step, {**base.state, "schedule": schedule, "lr": schedule.get_last_lr})
 
 
 # Steps that can't be held back
