@@ -86,11 +86,13 @@ class _Recovery:
     kwargs: dict[str, Any]
     sizes: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    limits: list[Limit] = field(default_factory=list)  # before this call
     tries: int = 1
     kept_size: bool = False
 
     def __post_init__(self) -> None:
         self.sizes.append(self.largest)
+        self.limits = self.record.limits
         self.record.largest_batch = max(self.record.largest_batch, self.batch.size)
 
 
@@ -345,6 +347,9 @@ class Guard:
             weights = self._weights(batch, sizes)
 
             def work(entry: Entry, sizes: list[int] = sizes, weights: list[float] = weights) -> list[Any]:
+                if len(sizes) == 1:  # once more as it is
+                    whole = WholeRun(record.watch, entry)
+                    return [whole.run(recovery.step.function, recovery.args, recovery.kwargs)]
                 mean = self._reduction == "mean"
                 run = PiecewiseRun(record.watch, entry, weights, sizes, mean=mean, audited=not record.audited)
                 return run.run_all(recovery.step.function, batch.pieces(sizes))
@@ -354,10 +359,12 @@ class Guard:
                 record, recovery.args, recovery.kwargs, work, tries=recovery.tries, copy=not record.audited
             )
             if failure is None:
-                record.audited = True
-                self._warn_of_differences(record)
+                if len(sizes) > 1:
+                    record.audited = True
+                    self._warn_of_differences(record)
                 return join_results(results, sizes, weights)
             if failure.refused:
+                record.limits = recovery.limits  # nothing was learnt: pieces are not for this step
                 raise SplitError(self._explain_refusal(recovery, failure))
             self._shrink(recovery, failure)
 
@@ -403,9 +410,11 @@ class Guard:
             recovery.kept_size = True
             self._tell(recovery, failure, old, old)
             return
-        if old <= self._min_batch_size:
+        new = max(self._min_batch_size, (old + 1) // 2)
+        total = recovery.batch.size
+        if new == old or max(even_sizes(total, new, self._min_batch_size)) >= old:
             raise BatchLimitError(self._explain_limit(recovery), self.report)
-        recovery.largest = new = max(self._min_batch_size, (old + 1) // 2)
+        recovery.largest = new
         recovery.sizes.append(new)
         shapes = recovery.batch.shapes
         record.limits = [*(limit for limit in record.limits if limit.shapes != shapes), Limit(new, shapes)]
@@ -414,6 +423,8 @@ class Guard:
 
     def _passed(self, record: _Record) -> None:
         """Count a good call; after enough of them, limits that were learnt from an OOM double."""
+        if record.watch.strangers:
+            self._warn_of_strangers(record)
         record.passed = True
         record.good += 1
         if self._grow_after is None or record.good < self._grow_after:
@@ -503,6 +514,16 @@ class Guard:
                 stacklevel=_outside(),
             )
 
+    def _warn_of_strangers(self, record: _Record) -> None:
+        """Say what the step changes and its code does not reveal: buffers beside it would not come back."""
+        count, record.watch.strangers = record.watch.strangers, 0
+        warnings.warn(
+            f"oomguard: {record.step.name} trains {count} parameters that were not found from its code. They are put "
+            "back after an OOM, but buffers and counters beside them are not: pass the model as oom_guard(state=...).",
+            OOMGuardWarning,
+            stacklevel=_outside(),
+        )
+
     # What it looks up
 
     def _record_of(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Record:
@@ -518,8 +539,9 @@ class Guard:
         elif not record.watch.is_current():
             record.watch = self._watch(step, args, kwargs, record.watch.missed)
         if step.limit is not record.seed:
+            known = [limit for limit in record.limits if limit is not record.seed]
             record.seed = step.limit
-            record.limits += [step.limit] if step.limit is not None else []
+            record.limits = known if step.limit is None else [*known, step.limit]
         return record
 
     def _watch(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], missed: Sequence[object] = ()) -> Watch:

@@ -698,10 +698,70 @@ def test_a_model_that_the_code_does_not_reveal_is_found_when_it_trains():
     last = allocations_of(adam_over()[0], x, y)
     expected.step(x, y)
 
-    with simulate_oom(fail_at=last), oom_guard() as guard:
+    with (
+        simulate_oom(fail_at=last),
+        oom_guard() as guard,
+        pytest.warns(OOMGuardWarning, match=r"step trains 4 parameters that were not found .* oom_guard\(state=...\)"),
+    ):
         guard.run(step, x, y)
 
     assert_same(snapshot(hidden), snapshot(expected))
+
+
+def test_given_state_is_known_from_the_start(recwarn):
+    hidden = adam_over()[0]
+    registry = weakref.WeakValueDictionary()
+    keep = hidden.step
+    registry["step"] = keep
+
+    def step(x, y):
+        return registry["step"](x, y)
+
+    with oom_guard(state=[hidden.state["model"], hidden.state["opt"]]) as guard:
+        guard.run(step, *batches(1, 8)[0])
+
+    assert not recwarn.list
+
+
+def test_fragmented_memory_is_tried_again_with_the_whole_update():
+    run, expected = catalogue.adam(), catalogue.adam()
+    (x, y), *_ = batches(1, 8)
+    expected.step(x, y)
+
+    class Once:
+        left = 1
+
+    def step(x, y):
+        loss = run.step(x, y)
+        Once.left -= 1
+        if Once.left == 0:
+            raise torch.OutOfMemoryError(FRAGMENTED)
+        return loss
+
+    with oom_guard() as guard:
+        guard.run(step, x, y)
+
+    assert guard.limit is None
+    assert (guard.report.ooms, guard.report.events[0].new_size) == (1, 8)
+    assert_same(snapshot(run), snapshot(expected), rtol=0, atol=0)
+
+
+def test_a_refusal_teaches_no_limit():
+    run = catalogue.closure()
+    (x, y), *_ = batches(1, 8)
+
+    with oom_guard() as guard:
+        with simulate_oom(fail_at=5), pytest.raises(SplitError):
+            guard.run(run.step, x, y)
+        assert guard.limit is None
+        guard.run(run.step, x, y)
+
+
+def test_a_batch_that_can_not_be_cut_without_too_small_pieces_is_at_its_limit(log):
+    with oom_guard(min_batch_size=2) as guard, pytest.raises(BatchLimitError, match="pieces of 3"):
+        guard.run(Recorder(2), torch.ones(3))
+
+    assert log == [3]
 
 
 def test_a_new_model_is_looked_up_again():

@@ -10,6 +10,7 @@ whether a tensor was written, and what was written needs a full copy
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +31,7 @@ from oomguard.step.state import (
 
 _MOVING_BYTES = 2**20  # tensors up to this size that calls write (spectral norm's vectors) are copied at every entry
 _NONE: list[Any] = []
+_LEADING = (*STATEFUL, types.FunctionType, types.MethodType)  # another one of these leads to another state
 _SMALL = 64  # containers up to this many entries are copied; from longer ones only new elements are taken back
 
 
@@ -44,7 +46,8 @@ class Watch:
         watched: Tensors, with their names, that an attempt should leave unwritten until its update.
         settled: Optimizers (by `id`) that have completed an update. Before that, an
             update creates state, in the middle of which `_version` can't help.
-        surveyed: A call has ended, so that all parameters that backward reaches are known.
+        surveyed: A call with a backward has ended, so that all parameters that one reaches are known.
+        strangers: How many of them were not found by the walk.
         missed: Optimizers that have stepped and were not found: the next walk starts from them, too.
     """
 
@@ -56,6 +59,7 @@ class Watch:
         self.norm_buffers = found.norm_buffers()
         self.settled: set[int] = set()
         self.surveyed = False
+        self.strangers = 0
         self.missed: list[torch.optim.Optimizer] = []
         self._known = {id(thing) for thing in (*self.parameters, *found.optimizers)}
         self._states: dict[torch.optim.Optimizer, tuple[int, list[torch.Tensor]]] = {}
@@ -80,8 +84,8 @@ class Watch:
         self._buffers = _by_kind(self._moving)
         tables = [table for table in self._containers if isinstance(table, dict)]
         places = [*names, *((table, key) for table in tables for key in table)]
-        self._roots = [(t, k, t[k]) for t, k in places if isinstance(t.get(k), STATEFUL)]
-        self._cell_roots = [(c, content_of(c)) for c in cells if isinstance(content_of(c), STATEFUL)]
+        self._roots = [(t, k, t[k]) for t, k in places if isinstance(t.get(k), _LEADING)]
+        self._cell_roots = [(c, content_of(c)) for c in cells if isinstance(content_of(c), _LEADING)]
 
     def complete(self) -> Found:
         """Return what a full copy has to hold: looked up again when optimizers have got state since."""
@@ -240,6 +244,7 @@ class Entry:
         for leaf in leaves:
             if not self._watch.knows(leaf):
                 self._watch.parameters.append(leaf)
+                self._watch.strangers += isinstance(leaf, torch.nn.Parameter)
                 if leaf.grad is not None:
                     self.gradients.append((leaf, leaf.grad))
                     self._gradient_versions.append(leaf.grad._version)

@@ -64,6 +64,7 @@ class WholeRun:
     def __init__(self, watch: Watch, entry: Entry) -> None:
         self._watch, self._entry = watch, entry
         self._hidden: dict[torch.Tensor, torch.Tensor | None] | None = None  # not None: inside the engine
+        self._surveys = False
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # gradients at entry plus what came to them
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,7 +74,7 @@ class WholeRun:
             result = function(*args, **kwargs)
         finally:
             _running.reset(token)
-        self._watch.surveyed = True
+        self._watch.surveyed |= self._surveys
         if self._sums:
             self._settle_gradients()
         return result
@@ -82,6 +83,7 @@ class WholeRun:
         """Stand at the door: let *engine* run, with the gradients where this run wants them."""
         if not self._watch.surveyed and kwargs.get("accumulate_grad"):
             self._entry.adopt(_leaves(outputs))
+            self._surveys = True
         if not self._entry.gradients or self._hidden is not None or not kwargs.get("accumulate_grad"):
             return engine(outputs, *args, **kwargs)
         # A hook on an accumulated gradient wants to see all of it.
