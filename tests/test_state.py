@@ -3,6 +3,7 @@
 import collections
 import functools
 import random
+import sched
 import types
 
 import numpy as np
@@ -129,16 +130,9 @@ def test_given_state_and_arguments_are_added():
     assert names(len, None, arguments=(3, three))[0] == "argument 1 (Linear, 2 tensors)"
 
 
-class Counter(collections.UserDict):
-    """An object of another library: nothing says that it holds state."""
-
-
 def test_objects_of_libraries_are_left_alone_unless_they_hold_state():
-    class WithState(np.random.Generator):
-        state_dict = load_state_dict = lambda self: {}
-
     average = types.SimpleNamespace(state_dict=dict, load_state_dict=print, shadow=torch.zeros(2))
-    progress = np.random.default_rng()
+    progress = sched.scheduler()
 
     def step(x):
         return average, progress
@@ -182,7 +176,6 @@ def test_an_open_file_is_no_iterator_to_take_data_from(tmp_path):
 
 def everything():
     """Something of every kind that a step can change, and a function that changes all of it."""
-    state = types.SimpleNamespace()
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     model[0].bias.grad = torch.ones(3)
     optimizer = torch.optim.Adam(model.parameters())
@@ -190,8 +183,9 @@ def everything():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     plain = {"list": [1, 2], "set": {1}, "deque": collections.deque([1]), "dict": {"a": 1}, "tensor": torch.zeros(2)}
     generator = torch.Generator().manual_seed(1)
+    others = {"python": random.Random(1), "numpy": np.random.default_rng(1)}
+    array = np.zeros(3)
     number = 3
-    del state
 
     def change():
         nonlocal number
@@ -216,6 +210,9 @@ def everything():
         random.random()
         np.random.rand()
         torch.rand(1, generator=generator)
+        others["python"].random()
+        others["numpy"].random()
+        array[1] = 7
 
     def look():
         return {
@@ -231,6 +228,8 @@ def everything():
             "plain": repr(plain),
             "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
             "generator": generator.get_state().tolist(),
+            "others": (others["python"].getstate(), others["numpy"].bit_generator.state),
+            "array": array.tolist(),
         }
 
     return change, look
@@ -267,6 +266,7 @@ def test_what_has_changed_is_named():
         "plain.dict.b",
         "plain.more",
         "plain.tensor",
+        "array",
         "model.0.weight",
         "optimizer.param_groups.0.lr",
         "scheduler.last_epoch",

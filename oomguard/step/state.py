@@ -50,7 +50,8 @@ class Found:
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[LRScheduler] = field(default_factory=list)
     scalers: list[torch.amp.GradScaler] = field(default_factory=list)
-    generators: list[torch.Generator] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)  # of random numbers: PyTorch's, Python's, NumPy's
+    arrays: list[tuple[str, Any]] = field(default_factory=list)  # NumPy's
     outermost: list[tuple[str, object]] = field(default_factory=list)  # what a report names
     iterators: list[str] = field(default_factory=list)  # what is taken from them can't be put back
     draws_python: bool = False  # the code names the generators of Python or NumPy
@@ -141,8 +142,10 @@ class _Walk:
             self._note(name, value)
             if value.is_leaf and value.grad is not None:
                 self.value(value.grad, f"{name}.grad")
-        elif isinstance(value, torch.Generator):
+        elif isinstance(value, torch.Generator | random.Random) or hasattr(value, "bit_generator"):
             self.found.generators.append(value)
+        elif type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
+            self.found.arrays.append((name, value))
         elif isinstance(value, _CONTAINERS):
             self._container(value, name, owner)
         elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
@@ -357,6 +360,7 @@ class Saved:
         self._containers = [(name, c, owner, entries_of(c)) for name, c, owner in found.containers]
         self._cells = [(name, cell, content_of(cell)) for name, cell in found.cells]
         self._globals = [(name, table, key, table.get(key, _MISSING)) for name, table, key in found.globals]
+        self._arrays = [(name, array, array.copy()) for name, array in found.arrays]
         self._random = RandomState(found)
 
     def restore(self) -> None:
@@ -372,6 +376,8 @@ class Saved:
                 refill(container, entries)
         for saved in self._tensors:
             _restore_tensor(saved)
+        for _, array, copied in self._arrays:
+            array[...] = copied
         self._random.restore()
 
     def changes(self, *, ignore: Iterable[torch.Tensor] = ()) -> list[str]:
@@ -389,6 +395,7 @@ class Saved:
             now = entries_of(container)
             if not same_entries(entries, now):
                 changed += _changed_entries(name, owner, entries, now)
+        changed += [name for name, array, copied in self._arrays if array.tobytes() != copied.tobytes()]
         changed += [
             saved.name
             for saved in self._tensors
@@ -461,6 +468,12 @@ def _changed_entries(name: str, owner: object, before: list[Any], now: list[Any]
     return [f"{name}.{key}" for key in keys]
 
 
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
 class RandomState:
     """The states of the random number generators that a step can draw from."""
 
@@ -469,13 +482,13 @@ class RandomState:
     def __init__(self, found: Found, *, python: bool = True) -> None:
         self._torch = torch.default_generator.get_state()
         self._devices: list[tuple[Any, torch.device, torch.Tensor]] = []
-        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._generators: list[tuple[Any, Any]] = []
         self._python = self._numpy = None
         for device in found.devices:
             module = torch.get_device_module(device)
             self._devices.append((module, device, module.get_rng_state(device)))
         for generator in found.generators:
-            self._generators.append((generator, generator.get_state()))
+            self._generators.append((generator, _state_of(generator)))
         if python:
             self._python = random.getstate()
             numpy = sys.modules.get("numpy")
@@ -487,7 +500,12 @@ class RandomState:
         for module, device, state in self._devices:
             module.set_rng_state(state, device)
         for generator, state in self._generators:
-            generator.set_state(state)
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state)
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
+            else:
+                generator.bit_generator.state = state
         if self._python is not None:
             random.setstate(self._python)
         if self._numpy is not None:
