@@ -8,15 +8,12 @@ A `with` body can't be run twice, so what is retried is a call: of a step that
 from __future__ import annotations
 
 import contextlib
-import gc
-import itertools
 import logging
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
@@ -24,76 +21,24 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 import torch
 from torch import nn
 
-from oomguard.errors import BatchLimitError, InputError, OOMGuardWarning, RestoreError, SplitError
+from oomguard.errors import BatchLimitError, InputError, OOMGuardWarning, SplitError
 from oomguard.memory.device import memory_of
-from oomguard.memory.oom import Verdict, classify, explain, is_fragmented, is_oom, let_go
+from oomguard.memory.oom import is_oom
 from oomguard.memory.units import format_bytes
 from oomguard.ranks import require_one_rank
+from oomguard.recovery import Failure, Policy, Record, Recovery, attempt
 from oomguard.report import GuardEvent, GuardReport
-from oomguard.step.attempt import Entry, Watch
-from oomguard.step.audit import Refusal
+from oomguard.step.attempt import Watch
 from oomguard.step.call import HasStep, Limit, Runner, Step, ambient
-from oomguard.step.inputs import Batch, even_sizes, join_results, may_hold_batch, read_batch
-from oomguard.step.pieces import PiecewiseRun, WholeRun, intercepted, is_running
+from oomguard.step.inputs import may_hold_batch, read_batch
+from oomguard.step.pieces import WholeRun, intercepted, is_running
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _PACKAGE = str(Path(__file__).parent)
 _LOG = logging.getLogger("oomguard")
-_AMBIGUOUS_TRIES = 2
 _DROPOUT = (nn.modules.dropout._DropoutNd,)
-_UPDATES = ("whole", "each")
-_REDUCTIONS = ("mean", "sum")
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What is kept of an exception once it was let go."""
-
-    verdict: Verdict
-    text: str
-    is_fragmented: bool = False
-    refused: bool = False  # by the pieces: the step can't be split
-
-
-@dataclass
-class _Record:
-    """What a guard has learnt of one step."""
-
-    step: Step
-    watch: Watch
-    device: torch.device
-    limits: list[Limit] = field(default_factory=list)
-    seed: Limit | None = None  # the limit that a probe has found
-    largest_batch: int = 0
-    passed: bool = False
-    audited: bool = False
-    good: int = 0  # calls since the last event
-    read: dict[tuple[object, ...], int | None] = field(default_factory=dict)  # by shapes, what `_known_limit` said
-    read_for: list[Limit] = field(default_factory=list)  # under these limits
-
-
-@dataclass
-class _Recovery:
-    """One call that does not fit whole."""
-
-    record: _Record
-    step: Step
-    batch: Batch
-    largest: int  # items in the largest piece that is tried
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    sizes: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    limits: list[Limit] = field(default_factory=list)  # before this call
-    tries: int = 1
-    kept_size: bool = False
-
-    def __post_init__(self) -> None:
-        self.sizes.append(self.largest)
-        self.limits = self.record.limits
-        self.record.largest_batch = max(self.record.largest_batch, self.batch.size)
 
 
 class Guard:
@@ -108,22 +53,18 @@ class Guard:
     def __init__(
         self,
         *,
-        min_batch_size: int,
-        update: Literal["whole", "each"],
-        reduction: Literal["mean", "sum"] | Callable[..., float],
+        policy: Policy,
         state: object,
-        snapshot: bool,
         on_event: Callable[[GuardEvent], object] | None,
         grow_after: int | None,
         enabled: bool,
     ) -> None:
-        self._min_batch_size, self._update, self._reduction = min_batch_size, update, reduction
-        self._state, self._snapshot, self._on_event = state, snapshot, on_event
+        self._policy, self._state, self._on_event = policy, state, on_event
         self._grow_after, self._enabled = grow_after, enabled
-        self._records: dict[Any, _Record] = {}
+        self._records: dict[Any, Record] = {}
         self._remembered: dict[str, list[Limit]] = {}  # from load_state_dict, for steps not met yet
         self._events: list[GuardEvent] = []
-        self._calls = self._ooms = self._split_calls = 0
+        self._calls = self._split_calls = 0
         self._warned = False
         self._entered: list[tuple[contextlib.ExitStack, Token[Runner | None] | None]] = []
 
@@ -171,7 +112,8 @@ class Guard:
     def report(self) -> GuardReport:
         """What happened so far."""
         limits = {r.step.name: min(limit.size for limit in r.limits) for r in self._records.values() if r.limits}
-        return GuardReport(self._calls, self._ooms, self._split_calls, limits, tuple(self._events))
+        ooms = sum(record.ooms for record in self._records.values())
+        return GuardReport(self._calls, ooms, self._split_calls, limits, tuple(self._events))
 
     def state_dict(self) -> dict[str, Any]:
         """
@@ -261,167 +203,46 @@ class Guard:
             largest = self._known_limit(record, step, args, kwargs) if record.limits else None
             failure = None
             if largest is None:
-                result, failure = self._attempt(
+                result, failure = attempt(
                     record,
                     args,
                     kwargs,
                     lambda entry: WholeRun(record.watch, entry).run(step.function, args, kwargs),
+                    copy=self._policy.snapshot,
                 )
                 if failure is None:
                     self._passed(record)
                     return result
-            batch = read_batch(step.function, step.inputs, args, kwargs)
-            self._split_calls += 1
-            recovery = _Recovery(record, step, batch, largest or batch.size, args, kwargs)
-            if failure is not None:
-                self._shrink(recovery, failure)
-            result = self._each_piece(recovery) if self._update == "each" else self._whole_update(recovery)
-            self._passed(record)
-            return result
+            return self._recover(record, step, args, kwargs, largest, failure)
         finally:
             ambient.reset(token)
 
-    def _attempt(
+    def _recover(
         self,
-        record: _Record,
+        record: Record,
+        step: Step,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        work: Callable[[Entry], Any],
-        *,
-        tries: int = 0,
-        copy: bool = False,
-    ) -> tuple[Any, _Failure | None]:
-        """
-        Return what *work* returns, or why it ran out of memory, with everything back as it was.
-
-        Note [Recover outside the except clause]: an exception holds the frames that it
-        passed, and they hold the tensors of the failed attempt. Inside the `except`
-        clause nothing can be freed, so only a summary leaves it, and then the exception
-        is let go before anything is put back or allocated.
-
-        Source: https://docs.pytorch.org/docs/stable/notes/faq.html, "My out of memory
-        exception handler can't allocate memory".
-        """
-        copy = copy or self._snapshot
+        limit: int | None,
+        failure: Failure | None,
+    ) -> Any:
+        """Run in pieces what is over its *limit*, or has just met a *failure*."""
+        batch = read_batch(step.function, step.inputs, args, kwargs)
+        recovery = Recovery(record, step, args, kwargs, batch, self._policy, limit=limit, tell=self._tell)
+        self._split_calls += 1
         try:
-            entry = Entry(record.watch, args, kwargs, copy=copy)
-        except RuntimeError as error:
-            if not is_oom(error):
-                raise
-            entry = None
-        if entry is None:  # there is no room for the copies of the entry itself
-            _free(record.device)
-            entry = Entry(record.watch, args, kwargs, copy=copy)
-        try:
-            return work(entry), None
-        except BaseException as error:
-            failure = self._judge(record, error, tries)
-            if failure is None:
-                if tries > 0:  # what pieces have hidden comes back; a plain call is left as it failed
-                    entry.restore()
-                    error.add_note(
-                        f"oomguard: raised in a piece of a batch of {record.step.name} that does not fit whole. "
-                        "(Batch norm refuses a piece of 1 item; oom_guard(min_batch_size=2) makes none.)"
-                    )
-                raise
-            caught = error
-        let_go(caught)
-        del caught
-        lost = entry.restore()
-        if lost:
-            raise RestoreError(
-                f"oomguard: memory ran out in {record.step.name} after its update had begun, and no copy was kept "
-                f"of what it had written: {_some(lost)}. Go on from the last checkpoint; with "
-                f"oom_guard(snapshot=True) the step is undone and run again. ({failure.text})"
-            )
-        if failure.verdict is Verdict.OOM:
-            self._ooms += 1
-            _free(record.device)
-        return None, failure
+            if failure is not None:
+                recovery.shrink(failure)
+            result = recovery.run()
+        except BatchLimitError as error:
+            error.report = error.report or self.report
+            raise
+        if recovery.ran_in_pieces:
+            self._warn_of_differences(record)
+        self._passed(record)
+        return result
 
-    def _whole_update(self, recovery: _Recovery) -> Any:
-        """Run the batch in pieces that give one update."""
-        record, batch = recovery.record, recovery.batch
-        while True:
-            sizes = even_sizes(batch.size, recovery.largest, self._min_batch_size)
-            weights = self._weights(batch, sizes)
-
-            def work(entry: Entry, sizes: list[int] = sizes, weights: list[float] = weights) -> list[Any]:
-                if len(sizes) == 1:  # once more as it is
-                    whole = WholeRun(record.watch, entry)
-                    return [whole.run(recovery.step.function, recovery.args, recovery.kwargs)]
-                mean = self._reduction == "mean"
-                run = PiecewiseRun(record.watch, entry, weights, sizes, mean=mean, audited=not record.audited)
-                return run.run_all(recovery.step.function, batch.pieces(sizes))
-
-            # Nobody has seen this step in pieces yet: a full copy undoes whatever has to be refused.
-            results, failure = self._attempt(
-                record, recovery.args, recovery.kwargs, work, tries=recovery.tries, copy=not record.audited
-            )
-            if failure is None:
-                if len(sizes) > 1:
-                    record.audited = True
-                    self._warn_of_differences(record)
-                return join_results(results, sizes, weights)
-            if failure.refused:
-                record.limits = recovery.limits  # nothing was learnt: pieces are not for this step
-                raise SplitError(self._explain_refusal(recovery, failure))
-            self._shrink(recovery, failure)
-
-    def _each_piece(self, recovery: _Recovery) -> Any:
-        """Run the batch in pieces that are steps of their own: what has run stays, the rest is cut smaller."""
-        record, batch = recovery.record, recovery.batch
-        results: list[Any] = []
-        done: list[int] = []
-        while sum(done) < batch.size:
-            rest = even_sizes(batch.size - sum(done), recovery.largest, self._min_batch_size)
-            args, kwargs = next(itertools.islice(batch.pieces(done + rest), len(done), None))
-
-            def work(entry: Entry, args: tuple[Any, ...] = args, kwargs: dict[str, Any] = kwargs) -> Any:
-                return WholeRun(record.watch, entry).run(recovery.step.function, args, kwargs)
-
-            result, failure = self._attempt(record, args, kwargs, work, tries=recovery.tries)
-            if failure is None:
-                results.append(result)
-                done.append(rest[0])
-            else:
-                self._shrink(recovery, failure)
-        return join_results(results, done, self._weights(batch, done))
-
-    def _judge(self, record: _Record, error: BaseException, tries: int) -> _Failure | None:
-        """Return what an exception says if a smaller piece may help, else None."""
-        if isinstance(error, Refusal):
-            return _Failure(Verdict.NO, str(error), refused=True)
-        verdict = classify(error)
-        if verdict is Verdict.HOST:
-            error.add_note("oomguard: this is about host memory, not the device's: a smaller batch may not help.")
-        if verdict is Verdict.AMBIGUOUS and record.passed and tries <= _AMBIGUOUS_TRIES:
-            verdict = Verdict.OOM if memory_of(record.device).is_short() else verdict
-        if verdict not in (Verdict.OOM, Verdict.CAP):
-            return None
-        return _Failure(verdict, explain(error), is_fragmented(error))
-
-    def _shrink(self, recovery: _Recovery, failure: _Failure) -> None:
-        """Halve the largest piece, or keep it once where the memory is there but in fragments."""
-        record, old = recovery.record, recovery.largest
-        recovery.tries += 1
-        recovery.texts.append(failure.text)
-        if failure.is_fragmented and not recovery.kept_size:
-            recovery.kept_size = True
-            self._tell(recovery, failure, old, old)
-            return
-        new = max(self._min_batch_size, (old + 1) // 2)
-        total = recovery.batch.size
-        if new == old or max(even_sizes(total, new, self._min_batch_size)) >= old:
-            raise BatchLimitError(self._explain_limit(recovery), self.report)
-        recovery.largest = new
-        recovery.sizes.append(new)
-        shapes = recovery.batch.shapes
-        record.limits = [*(limit for limit in record.limits if limit.shapes != shapes), Limit(new, shapes)]
-        record.good = 0
-        self._tell(recovery, failure, old, new)
-
-    def _passed(self, record: _Record) -> None:
+    def _passed(self, record: Record) -> None:
         """Count a good call; after enough of them, limits that were learnt from an OOM double."""
         if record.watch.strangers:
             self._warn_of_strangers(record)
@@ -446,7 +267,7 @@ class Guard:
 
     # What it says
 
-    def _tell(self, recovery: _Recovery, failure: _Failure, old: int, new: int) -> None:
+    def _tell(self, recovery: Recovery, failure: Failure, old: int, new: int) -> None:
         record = recovery.record
         event = self._note(record, failure.verdict.value, recovery.batch.size, old, new, failure.text)
         _LOG.warning(
@@ -460,7 +281,7 @@ class Guard:
             textwrap.shorten(failure.text, 100, placeholder=" ..."),
         )
 
-    def _note(self, record: _Record, kind: str, size: int, old: int, new: int, reason: str) -> GuardEvent:
+    def _note(self, record: Record, kind: str, size: int, old: int, new: int, reason: str) -> GuardEvent:
         memory = memory_of(record.device)
         event = GuardEvent(
             self._calls,
@@ -478,26 +299,7 @@ class Guard:
             self._on_event(event)
         return event
 
-    def _explain_limit(self, recovery: _Recovery) -> str:
-        memory = memory_of(recovery.record.device)
-        return (
-            f"oomguard: {recovery.record.step.name} runs out of memory even in pieces of {recovery.largest} "
-            f"(batch of {recovery.batch.size}; tried {', '.join(map(str, recovery.sizes))}; "
-            f"peak {format_bytes(memory.peak_bytes())}, device {format_bytes(memory.capacity_bytes)}). "
-            "Smaller inputs, activation checkpointing or a smaller model may help. "
-            f"The first error was: {recovery.texts[0]}"
-        )
-
-    def _explain_refusal(self, recovery: _Recovery, failure: _Failure) -> str:
-        name, size = recovery.record.step.name, recovery.batch.size
-        why = f"ran out of memory with {size} items" if recovery.texts else f"has {size} items, over its limit"
-        return (
-            f"oomguard: {name} {why} (pieces of {recovery.largest} were tried) and can't run in pieces as one update: "
-            f"{failure.text}. Move that out of the step, use a smaller batch, or let every piece be a step of its "
-            f"own with oom_guard(update='each'). Everything is as it was before the step."
-        )
-
-    def _warn_of_differences(self, record: _Record) -> None:
+    def _warn_of_differences(self, record: Record) -> None:
         """Say once what pieces can't keep equal."""
         if self._warned:
             return
@@ -514,7 +316,7 @@ class Guard:
                 stacklevel=_outside(),
             )
 
-    def _warn_of_strangers(self, record: _Record) -> None:
+    def _warn_of_strangers(self, record: Record) -> None:
         """Say what the step changes and its code does not reveal: buffers beside it would not come back."""
         count, record.watch.strangers = record.watch.strangers, 0
         warnings.warn(
@@ -526,14 +328,14 @@ class Guard:
 
     # What it looks up
 
-    def _record_of(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Record:
+    def _record_of(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
         if step.identity is None:
             step.identity = _identity(step.function)
         key = step.identity
         record = self._records.get(key)
         if record is None:
             batch = read_batch(step.function, step.inputs, args, kwargs)  # the first call says what can't be split
-            record = _Record(step, self._watch(step, args, kwargs), batch.device)
+            record = Record(step, self._watch(step, args, kwargs), batch.device)
             record.limits += self._remembered.pop(step.name, [])
             self._records[key] = record
         elif not record.watch.is_current():
@@ -555,7 +357,7 @@ class Guard:
             )
         return watch
 
-    def _known_limit(self, record: _Record, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    def _known_limit(self, record: Record, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Return the largest piece that is known to fit if this call is over it."""
         # Reading a batch takes longer than the rest of a guarded call, and most calls are of the same shapes.
         if record.read_for != record.limits:
@@ -570,19 +372,6 @@ class Guard:
         if None not in key:
             record.read[key] = known
         return known
-
-    def _weights(self, batch: Batch, sizes: list[int]) -> list[float]:
-        """Return the share of each piece in the whole gradient."""
-        if self._reduction == "sum":
-            return [1.0] * len(sizes)
-        if self._reduction == "mean":
-            counts: list[float] = [float(size) for size in sizes]
-        else:
-            counts = [float(self._reduction(*args, **kwargs)) for args, kwargs in batch.pieces(sizes)]
-        total = sum(counts)
-        if not total > 0:
-            raise InputError(f"oomguard: reduction counted {counts} for pieces of {sizes}; the sum must be positive")
-        return [count / total for count in counts]
 
 
 def oom_guard(
@@ -641,26 +430,12 @@ def oom_guard(
         Batch-norm statistics and dropout masks of pieces differ by nature from those
         of the whole batch; the guard warns once.
     """
-    if isinstance(min_batch_size, bool) or not isinstance(min_batch_size, int) or min_batch_size < 1:
-        raise ValueError(f"oomguard: min_batch_size must be a whole number of at least 1, got {min_batch_size!r}")
-    if update not in _UPDATES:
-        raise ValueError(f"oomguard: update must be one of {', '.join(map(repr, _UPDATES))}, got {update!r}")
-    if reduction not in _REDUCTIONS and not callable(reduction):
-        raise ValueError(f"oomguard: reduction must be 'mean', 'sum' or a function that counts, got {reduction!r}")
+    policy = Policy(min_batch_size, update, reduction, snapshot)
     if grow_after is not None and (isinstance(grow_after, bool) or not isinstance(grow_after, int) or grow_after < 1):
         raise ValueError(f"oomguard: grow_after must be None or a whole number of at least 1, got {grow_after!r}")
     if on_event is not None and not callable(on_event):
         raise ValueError(f"oomguard: on_event must be callable, got {on_event!r}")
-    return Guard(
-        min_batch_size=min_batch_size,
-        update=update,
-        reduction=reduction,
-        state=state,
-        snapshot=snapshot,
-        on_event=on_event,
-        grow_after=grow_after,
-        enabled=enabled,
-    )
+    return Guard(policy=policy, state=state, on_event=on_event, grow_after=grow_after, enabled=enabled)
 
 
 def current_guard() -> Guard | None:
@@ -676,12 +451,6 @@ def current_guard() -> Guard | None:
     return guard if isinstance(guard, Guard) else None
 
 
-def _free(device: torch.device) -> None:
-    """Give back what nothing holds any more; cycles of a failed attempt hold memory, too."""
-    gc.collect()
-    memory_of(device).empty_cache()
-
-
 def _identity(function: Callable[..., Any]) -> tuple[object, ...]:
     """
     Return what a step is known by: its code, what it closes over, and what it is bound to.
@@ -692,7 +461,7 @@ def _identity(function: Callable[..., Any]) -> tuple[object, ...]:
     owner = getattr(function, "__self__", None)
     code = getattr(inner, "__code__", None)
     if code is None:
-        return (function,)
+        return (id(function),)  # which the record keeps alive
     return (code, id(owner), *map(id, inner.__closure__ or ()))
 
 
@@ -709,8 +478,3 @@ def _shape(argument: object) -> object:
     if isinstance(argument, torch.Tensor):
         return argument.shape
     return "" if argument is None or isinstance(argument, bool | int | float | str) else None
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -17,7 +17,7 @@ PACKAGE = Path(oomguard.__file__).parent
 FLOORS = [  # from the ground up; a module imports only from floors below, and its own floor where the line says so
     {"errors", "report", "ranks", "memory.units", "memory.storages", "memory.oom", "memory.device"},
     {"step.call", "step.inputs", "step.state", "step.audit", "step.attempt", "step.pieces"},
-    {"probe", "testing.simulate", "testing"},
+    {"probe", "recovery", "testing.simulate", "testing"},
     {"fit", "guard"},
     {"", "testing.plugin"},
 ]
