@@ -137,8 +137,8 @@ def attempt(
     lost = entry.restore()
     if lost:
         raise RestoreError(
-            f"oomguard: memory ran out in {record.step.name} after its update had begun, and no copy was kept "
-            f"of what it had written: {_some(lost)}. Go on from the last checkpoint; with "
+            f"oomguard: memory ran out in {record.step.name}, and what it had written by then has no copy and can't be "
+            f"put back: {_some(lost)}. Go on from the last checkpoint; with "
             f"oom_guard(snapshot=True) the step is undone and run again. ({failure.text})"
         )
     if failure.verdict is Verdict.OOM:
