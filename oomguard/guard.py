@@ -175,7 +175,7 @@ class Guard:
         Raises:
             BatchLimitError: Pieces of `min_batch_size` run out of memory too.
             SplitError: Memory ran out, and the step can't run in pieces.
-            RestoreError: Memory ran out after an update had begun that has no copy.
+            RestoreError: Memory ran out after something was written that has no copy.
             InputError: The arguments have no batch that can be split.
 
         Example:
