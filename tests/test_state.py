@@ -140,6 +140,21 @@ def test_objects_of_libraries_are_left_alone_unless_they_hold_state():
     assert names(step) == ("average (SimpleNamespace)", "random state")
 
 
+def test_an_object_that_has_every_attribute_is_taken_for_nothing_special():
+    class Anything:
+        def __getattr__(self, name):
+            return None
+
+    anything = Anything()
+
+    def step(x):
+        return anything
+
+    Saved(find_state(step)).restore()
+
+    assert names(step) == ("random state",)
+
+
 def test_cycles_and_shared_things_are_met_once():
     first = nn.Linear(2, 1)
     box = {"a": first, "b": first}

@@ -142,7 +142,7 @@ class _Walk:
             self._note(name, value)
             if value.is_leaf and value.grad is not None:
                 self.value(value.grad, f"{name}.grad")
-        elif isinstance(value, torch.Generator | random.Random) or hasattr(value, "bit_generator"):
+        elif isinstance(value, torch.Generator | random.Random) or hasattr(type(value), "bit_generator"):
             self.found.generators.append(value)
         elif type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
             self.found.arrays.append((name, value))
