@@ -752,6 +752,46 @@ def summed_loss() -> Training:
     return Training(step, {"model": model, "opt": opt})
 
 
+def summed_loss_with_a_scaler() -> Training:
+    model = _model()
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(x, y):
+        opt.zero_grad()
+        loss = functional.cross_entropy(model(x), y, reduction="sum")
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        return loss.detach()
+
+    return Training(step, {"model": model, "opt": opt, "scaler": scaler})
+
+
+def ignored_targets() -> Training:
+    """Every third class is padding: what the loss is divided by differs between pieces."""
+    return cross_entropy_of(lambda out, y: functional.cross_entropy(out, y, ignore_index=0) * 2 + out.square().mean())
+
+
+def class_weights() -> Training:
+    weights = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    return cross_entropy_of(lambda out, y: functional.cross_entropy(out, y, weight=weights, label_smoothing=0.1))
+
+
+def cross_entropy_of(criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Training:
+    model = _model()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x, y):
+        opt.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    return Training(step, {"model": model, "opt": opt})
+
+
 def vector_backward() -> Training:
     model = _model()
     opt = torch.optim.SGD(model.parameters(), 0.01)
@@ -839,6 +879,9 @@ REFUSED: dict[Callable[[], Training], str] = {
     gradient_of_gradient: "create_graph=True",
     penalty_on_a_mean: "mean over the batch",
     summed_loss: "reduction='sum'",
+    summed_loss_with_a_scaler: "reduction='sum'",
+    ignored_targets: "a mean over targets that are not ignored",
+    class_weights: "a mean over targets that are not ignored",
     vector_backward: "reduction='sum'",
     gradients_without_a_check: "reads gradients",
     gradients_set_by_hand: "sets gradients by hand",

@@ -39,6 +39,8 @@ _HELD: tuple[tuple[type, tuple[str, ...]], ...] = (
     (torch.amp.GradScaler, ("unscale_", "step", "update")),
     (AveragedModel, ("update_parameters",)),
 )
+_ROUNDING = 1e-5  # of counts that are kept in float32
+_NEAR = 32  # nodes between a loss and the cross entropies that it is made of
 _running: ContextVar[WholeRun | None] = ContextVar("oomguard_run", default=None)
 
 
@@ -191,6 +193,7 @@ class PiecewiseRun(WholeRun):
         self._weights, self._sizes, self._mean, self._audited = weights, sizes, mean, audited
         self._piece = 0
         self._gathered: dict[int, dict[torch.Tensor, torch.Tensor]] = {}  # by the number of the backward in a piece
+        self._counts: dict[int, list[float]] = {}  # what losses divide by, for each item, by the same number
         self._calls: list[tuple[object, ...]] = []  # backwards and updates of the first piece
         self._call = 0
         self._holding = 0  # depth of held calls that run for real
@@ -280,8 +283,10 @@ class PiecewiseRun(WholeRun):
             return engine(outputs, *args, **kwargs)
         if create_graph:
             raise Refusal("it differentiates a gradient of its parameters (backward with create_graph=True)")
-        self._check_loss(outputs)
         number = self._note("backward")
+        if self._mean:
+            self._check_loss(outputs)
+            self._check_counts(outputs, number)
         moved = self._entry.has_moved() or (self._writes is not None and self._writes.written)
         if self.is_last and number > 1 and moved:
             raise Refusal("it moves parameters between two backwards")
@@ -314,15 +319,32 @@ class PiecewiseRun(WholeRun):
                 )
 
     def _check_loss(self, outputs: Sequence[Any]) -> None:
-        if not self._mean:
-            return
         for output in outputs:
             if not isinstance(output, torch.Tensor):
                 continue
             if output.numel() > 1:
                 raise Refusal("it calls backward on more than one number: say oom_guard(reduction='sum') if it adds")
-            if _is_sum(output.grad_fn, rows=self._sizes[self._piece]):
+            if _is_sum(self._unscaled(output.grad_fn), rows=self._sizes[self._piece]):
                 raise Refusal("its loss is a sum over the batch, not a mean: say oom_guard(reduction='sum')")
+
+    def _check_counts(self, outputs: Sequence[Any], number: int) -> None:
+        """Compare what a cross entropy divides by with the first piece: ignored targets and class weights vary."""
+        size = self._sizes[self._piece]
+        counts = [float(node._saved_total_weight) / size for node in _cross_entropies(outputs)]
+        expected = self._counts.setdefault(number, counts)
+        if any(abs(count - first) > _ROUNDING * abs(first) for count, first in zip(counts, expected, strict=False)):
+            raise Refusal(
+                "its loss is a mean over targets that are not ignored, or over class weights, and not over items: "
+                "give oom_guard(reduction=...) a function that counts them"
+            )
+
+    def _unscaled(self, node: Any) -> Any:
+        """Return the node of the loss that a scaler has multiplied, or *node* itself."""
+        other = getattr(node, "_saved_other", None)
+        scales = [scaler._scale for scaler in self._watch.found.scalers if scaler._scale is not None]
+        if isinstance(other, torch.Tensor) and any(other.data_ptr() == scale.data_ptr() for scale in scales):
+            return node.next_functions[0][0]
+        return node
 
     # What counts calls
 
@@ -402,6 +424,22 @@ def _is_sum(node: Any, rows: int | None = None) -> bool:
         return False
     sizes: Sequence[int] = getattr(node, "_saved_self_sym_sizes", ())
     return rows is None or (len(sizes) > 0 and sizes[0] == rows)
+
+
+def _cross_entropies(outputs: Iterable[Any]) -> list[Any]:
+    """Return the nodes of cross entropies with reduction="mean" that are near *outputs*."""
+    found: list[Any] = []
+    waiting = [getattr(output, "grad_fn", None) for output in outputs]
+    for _ in range(_NEAR):
+        if not waiting:
+            break
+        node = waiting.pop(0)
+        if hasattr(node, "_saved_total_weight"):
+            if node._saved_reduction == 1:
+                found.append(node)
+        elif node is not None:
+            waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def _is_vmapped() -> bool:
