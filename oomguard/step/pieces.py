@@ -429,7 +429,7 @@ def _is_sum(node: Any, rows: int | None = None) -> bool:
 def _cross_entropies(outputs: Iterable[Any]) -> list[Any]:
     """Return the nodes of cross entropies with reduction="mean" that are near *outputs*."""
     found: list[Any] = []
-    waiting = [getattr(output, "grad_fn", None) for output in outputs]
+    waiting: list[Any] = [getattr(output, "grad_fn", None) for output in outputs]
     for _ in range(_NEAR):
         if not waiting:
             break
