@@ -138,6 +138,44 @@ def test_an_update_that_leaves_no_trace_in_versions_is_named_too():
             guard.run(step, torch.ones(8, 3))
 
 
+def test_state_that_an_update_was_creating_for_a_new_parameter_is_dropped_again():
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def step(x):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        return model, optimizer, step
+
+    x = torch.ones(4, 3, dtype=torch.float64)
+    expected, _, step = make()
+    step(x)
+    expected[0].requires_grad_(True)
+    step(x)
+    exact = 0
+    for allocation in range(1, 40):
+        model, optimizer, step = make()
+        with oom_guard() as guard:
+            guard.run(step, x)
+            model[0].requires_grad_(True)
+            with simulate_oom(fail_at=allocation):
+                try:
+                    guard.run(step, x)
+                except RestoreError:
+                    assert len(optimizer.state) == 2  # what was there before
+                    continue
+        exact += guard.report.ooms
+        assert len(optimizer.state) == 4
+        torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-9, atol=1e-12)
+
+    assert exact > 15
+
+
 def test_a_gradient_changed_in_place_can_not_come_back():
     model = nn.Linear(3, 1)
     model.weight.grad = torch.ones(1, 3)

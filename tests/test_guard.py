@@ -869,6 +869,32 @@ def test_when_it_tries_again_nothing_of_the_failed_attempt_is_alive(mocker):
     assert alive == [[False], [False, False]]
 
 
+def test_an_error_that_someone_keeps_holds_nothing_of_the_attempt():
+    class Kept:
+        errors: list[BaseException] = []  # noqa: RUF012 - on a class: not the step's state
+        references: list[weakref.ref[torch.Tensor]] = []  # noqa: RUF012
+
+    def forward(x):
+        h = x * 2
+        Kept.references.append(weakref.ref(h))
+        if len(x) > 2:
+            raise torch.OutOfMemoryError(OOM)
+        return h.mean()
+
+    def step(x):
+        try:
+            return forward(x)
+        except torch.OutOfMemoryError as error:
+            Kept.errors.append(error)
+            raise
+
+    with oom_guard() as guard:
+        guard.run(step, torch.ones(4))
+
+    assert len(Kept.errors) == 1
+    assert [reference() for reference in Kept.references] == [None] * 3
+
+
 def test_a_refusal_is_an_oom_for_those_who_catch_one():
     run, batch = catalogue.closure(), batches(1, 8)[0]
 

@@ -363,6 +363,20 @@ def test_a_probe_on_a_cpu_stays_within_what_the_model_leaves():
     assert report.batch_size == pytest.approx((2**20 - 2**18 - 256) / (2 * 4096), rel=0.05)
 
 
+@pytest.mark.parametrize("allocation", range(1, 60, 2))
+def test_a_trial_that_ran_out_anywhere_leaves_later_ones_whole(allocation):
+    """Adam's state may be half made; the next trial would stumble over it."""
+    run = catalogue.adam()
+    before = snapshot(run)
+    step = fit_batch(inputs=INPUTS, start=8, max_batch_size=8, search="double")(run.step)
+
+    with simulate_oom("1GiB", fail_at=allocation):
+        report = step.probe()
+
+    assert [(trial.batch_size, trial.passed) for trial in report.trials] == [(8, False), (4, True)]
+    assert_same(snapshot(run), before, rtol=0, atol=0)
+
+
 def test_a_guard_around_the_probe_does_not_hide_what_does_not_fit():
     @fit_batch(inputs={"x": Input(3)})
     def inner(x):

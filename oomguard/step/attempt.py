@@ -77,7 +77,8 @@ class Watch:
         self._cells = [cell for cell in cells if not isinstance(content_of(cell), STATEFUL)]
         self._globals = [(table, key) for table, key in names if not isinstance(table.get(key), STATEFUL)]
         self._modules = [module for _, module in found.modules]
-        self._still = [t for t, _ in self.watched if not t.requires_grad]  # as far as anyone knows
+        leaves = {id(parameter) for parameter in self.parameters}
+        self._still = [t for t, _ in self.watched if id(t) not in leaves]  # as far as anyone knows
         self._still_versions = [tensor._version for tensor in self._still]
         self._first = self._still  # before the first call nobody knows: these are copied then
         self._moving = self.norm_buffers

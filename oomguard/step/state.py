@@ -59,8 +59,8 @@ class Found:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The leaves that gradients are gathered for."""
-        return [tensor for tensor in self.tensors if tensor.requires_grad and tensor.is_leaf]
+        """The leaves that gradients are gathered for; a frozen one may be thawed later."""
+        return [t for t in self.tensors if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))]
 
     @functools.cached_property
     def devices(self) -> list[torch.device]:
