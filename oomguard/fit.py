@@ -19,6 +19,7 @@ import wrapt
 from torch import nn
 from torch.nn import functional
 
+from oomguard.memory.oom import Verdict, classify
 from oomguard.probe import Plan, probe
 from oomguard.report import FitReport
 from oomguard.step.call import Limit, Step, ambient
@@ -314,6 +315,7 @@ def find_batch_size(
     )
     # Moving a model replaces its tensors, so these are kept by reference and not only by value.
     saved = Saved(find_state(model.forward))
+    lost = False
     home = [(parameter, parameter.data, parameter.grad) for parameter in model.parameters()]
     try:
         model.to(device).train()
@@ -326,10 +328,14 @@ def find_batch_size(
             optimizer.zero_grad()
 
         report = probe(Step(step, "find_batch_size", plan.inputs), plan)
+    except RuntimeError as error:
+        lost = classify(error) is Verdict.FATAL
+        raise
     finally:
         for parameter, data, gradient in home:
             parameter.data, parameter.grad = data, None
             parameter.grad = gradient
-        saved.restore()
+        if not lost:  # else a copy would raise in place of the error
+            saved.restore()
     assert report.batch_size is not None  # noqa: S101 - a probe without an answer raises
     return report.batch_size

@@ -1,8 +1,8 @@
 """
-The probe before training: trials of the real step on dummy data, and the searches over them.
+The probe before training: trials of the real step on dummy data.
 
-A search decides which sizes are tried; it knows nothing of memory. A trial runs
-the step at one size and says whether it fits.
+A trial runs the step at one size and says whether it fits; a search decides
+which sizes are tried.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oomguard.errors import BatchLimitError, InputError
 from oomguard.memory.device import DeviceMemory, memory_of
 from oomguard.memory.oom import Verdict, classify, explain, let_go
+from oomguard.memory.replay import Replay, extend
+from oomguard.memory.trace import NEVER, Trace
 from oomguard.memory.units import format_bytes, parse_bytes
-from oomguard.ranks import require_one_rank
+from oomguard.ranks import require_one_rank, require_own_backward
 from oomguard.report import FitReport, Trial
+from oomguard.search import SEARCHES
 from oomguard.step.call import Limit, Shapes, Step, ambient
 from oomguard.step.inputs import make_dummy, read_batch
 from oomguard.step.state import Found, Saved, find_state
 
 _LOG = logging.getLogger("oomguard")
+_CURVE_POINTS = 12  # of the predicted memory in a report
 
 
 @dataclass(frozen=True)
@@ -92,62 +96,6 @@ def _check_count(name: str, value: object) -> None:
         raise ValueError(f"oomguard: {name} must be a whole number of at least 1, got {value!r}")
 
 
-# Searches: `fits(size)` runs a trial; sizes go from 1 to *cap* (None: no end); the answer is 0 where nothing fits.
-
-
-def double(fits: Callable[[int], bool], start: int, cap: int | None) -> int:
-    """
-    Double from *start* until a size does not fit; return the last that did.
-
-    Example:
-        >>> double(lambda size: size <= 100, start=2, cap=None)
-        64
-    """
-    return _bracket(fits, start, cap)[0]
-
-
-def bisect(fits: Callable[[int], bool], start: int, cap: int | None) -> int:
-    """
-    Double, then halve the interval between the last size that fits and the first that does not.
-
-    Example:
-        >>> bisect(lambda size: size <= 100, start=2, cap=None)
-        100
-    """
-    fit, unfit = _bracket(fits, start, cap)
-    while unfit is not None and unfit - fit > 1:
-        middle = (fit + unfit) // 2
-        if fits(middle):
-            fit = middle
-        else:
-            unfit = middle
-    return fit
-
-
-def _bracket(fits: Callable[[int], bool], start: int, cap: int | None) -> tuple[int, int | None]:
-    """Return the last power of two times *start* that fits, and the next one, which does not."""
-    size = start if cap is None else min(start, cap)
-    if not fits(size):
-        while size > 1:
-            size, unfit = size // 2, size
-            if fits(size):
-                return size, unfit
-        return 0, 1
-    while size != cap:
-        larger = 2 * size if cap is None else min(2 * size, cap)
-        if not fits(larger):
-            return size, larger
-        size = larger
-    return size, None
-
-
-SEARCHES: dict[str, Callable[[Callable[[int], bool], int, int | None], int]] = {
-    "bisect": bisect,
-    "double": double,
-    "replay": bisect,  # traces of small steps will say where to look; until then it bisects, and the report says so
-}
-
-
 def probe(step: Step, plan: Plan) -> FitReport:
     """
     Find the largest batch of *step* that fits, and leave everything as it was.
@@ -166,6 +114,7 @@ def probe(step: Step, plan: Plan) -> FitReport:
     """
     require_one_rank("a probe")
     found = find_state(step.function, plan.state)
+    require_own_backward(step.name, found.modules)
     if found.iterators:
         raise InputError(
             f"oomguard: {step.name} takes from an iterator, {found.iterators[0]!r}: what a probe took from it could "
@@ -180,7 +129,7 @@ def probe(step: Step, plan: Plan) -> FitReport:
     try:
         unit = plan.multiple_of  # sizes are counted in it, so that every size tried is a multiple
         cap = None if plan.cap is None else plan.cap // unit
-        answer = unit * SEARCHES[plan.search](lambda size: trials.fits(size * unit), max(1, plan.start // unit), cap)
+        answer = unit * SEARCHES[plan.search](trials, max(1, plan.start // unit), cap)
     finally:
         ambient.reset(token)
         trials.close()
@@ -208,29 +157,54 @@ def _device_of(plan: Plan, found: Found) -> torch.device:
 
 
 class _Trials:
-    """The trials of one probe, in the order tried."""
+    """The trials of one probe, in the order tried; sizes count in units of the plan's multiple."""
 
     def __init__(self, step: Step, plan: Plan, memory: DeviceMemory, saved: Saved) -> None:
         self._step, self._plan, self._memory, self._saved = step, plan, memory, saved
         self._budget_bytes = memory.budget_bytes(plan.headroom)
+        self._limit_bytes = memory.limit_bytes()
         self._trials: list[Trial] = []
+        self._remarks: list[str] = []
+        self._model: Replay | None = None  # the last that predicted
         self._first_failure = ""
         self._proven = False  # the step was seen to do something
         self._lost = False  # the device's context is gone
+        self.traces: dict[int, Trace] = {}
         self.shapes: Shapes = ()  # of one item
         self._bar = _progress_bar(plan.progress, step.name)
 
-    def fits(self, size: int) -> bool:
-        """Run the step at *size* and tell whether it fits."""
+    def run(self, size: int, steps: int | None = None) -> bool:
+        """Run the step at *size*, in full or for fewer *steps*, and tell whether it fits."""
+        in_full = self._plan.steps_per_trial
+        steps = in_full if steps is None else min(steps, in_full)
+        trial, trace = self._try(size * self._plan.multiple_of, steps)
+        if trace is not None and (extended := extend(trace, in_full)) is not None:
+            self.traces[size] = extended
+        return trial.passed
+
+    def predict(self, model: Replay, guess: int) -> int:
+        """Return the largest size that *model* says fits, looking from *guess* on."""
+        self._model, unit = model, self._plan.multiple_of
+        limit = NEVER if self._limit_bytes is None else self._limit_bytes
+        return model.largest(limit, self._budget_bytes, guess * unit, unit) // unit
+
+    def remark(self, text: str) -> None:
+        """Note something that the report should say."""
+        self._remarks.append(text)
+
+    def _try(self, size: int, steps_wanted: int) -> tuple[Trial, Trace | None]:
+        """Run the step on *size* items, put back what it changed, and tell what was seen."""
         reason, caught, steps = "", None, 0
-        with self._memory.measure(self._budget_bytes) as peak:
+        is_traced = self._plan.search == "replay" and self._proven
+        with self._memory.measure(self._budget_bytes, size if is_traced else None) as seen:
             started = time.perf_counter()
             try:
                 batch = result = None
-                for _ in range(self._plan.steps_per_trial):
+                for _ in range(steps_wanted):
                     # The old batch lives until the new one is made, as in a loop.
                     batch = make_dummy(self._plan.inputs, size, self._memory.device)
                     result = self._run(batch)
+                    seen.step_ended()
                     steps += 1
             except Exception as error:
                 reason = self._judge(error, size)
@@ -245,16 +219,16 @@ class _Trials:
             del caught
             gc.collect()  # cycles of the failed attempt hold memory, too
         self._saved.restore()
-        if not reason and peak.reserved_bytes > self._budget_bytes:
-            reason = f"over the budget: {format_bytes(peak.reserved_bytes)} of {format_bytes(self._budget_bytes)}"
-        trial = Trial(size, not reason, reason, peak.allocated_bytes, peak.reserved_bytes, seconds, steps)
+        if not reason and seen.reserved_bytes > self._budget_bytes:
+            reason = f"over the budget: {format_bytes(seen.reserved_bytes)} of {format_bytes(self._budget_bytes)}"
+        trial = Trial(size, not reason, reason, seen.allocated_bytes, seen.reserved_bytes, seconds, steps)
         self._trials.append(trial)
         self._first_failure = self._first_failure or reason
         _LOG.info("oomguard: %s with %d items: %s", self._step.name, size, reason or "ran")
         if self._bar is not None:
             self._bar.set_postfix_str(f"{size} {'ran' if trial.passed else reason.partition(':')[0]}", refresh=False)
             self._bar.update()
-        return trial.passed
+        return trial, seen.trace
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -295,25 +269,36 @@ class _Trials:
 
     def report(self, answer: int, found: Found) -> FitReport:
         """Return what was tried and found."""
-        search = "bisect" if self._plan.search == "replay" else self._plan.search
         return FitReport(
             step=self._step.name,
             device=str(self._memory.device),
             capacity_bytes=self._memory.capacity_bytes,
             budget_bytes=self._budget_bytes,
             headroom=self._plan.headroom,
-            search=search,
+            search=self._plan.search,
             batch_size=answer or None,
             ended=self._ended(answer),
             trials=tuple(self._trials),
             restored=found.names(),
+            curve=self._curve(answer),
+            remarks=tuple(self._remarks),
         )
+
+    def _curve(self, answer: int) -> tuple[tuple[int, int], ...]:
+        """Return what the last prediction says of other sizes, for a picture."""
+        if self._model is None:
+            return ()
+        largest = max(answer, *(trial.batch_size for trial in self._trials))
+        sizes = sorted({max(1, round(largest * i / _CURVE_POINTS)) for i in range(_CURVE_POINTS + 2)})
+        return tuple((size, self._model.run(size).reserved_bytes) for size in sizes)
 
     def _ended(self, answer: int) -> str:
         failed = [trial for trial in self._trials if not trial.passed and trial.batch_size > answer]
         if failed:
             nearest = min(failed, key=lambda trial: trial.batch_size)
             return f"{nearest.reason.partition(':')[0]} at {nearest.batch_size}"
+        if answer != self._plan.cap and self._model is not None:
+            return f"{answer + self._plan.multiple_of} would not fit, by replay"
         if answer == self._plan.dataset_size:
             return f"the data set has {answer} items"
         return (

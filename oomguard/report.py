@@ -96,6 +96,8 @@ class FitReport:
         ended: Why the search went no higher.
         trials: In the order tried.
         restored: What was found and put back.
+        curve: Pairs of a batch size and the bytes that a replay says it reserves.
+        remarks: What else should be known.
     """
 
     step: str
@@ -108,6 +110,8 @@ class FitReport:
     ended: str
     trials: tuple[Trial, ...]
     restored: tuple[str, ...]
+    curve: tuple[tuple[int, int], ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Lay the trials out as a table."""
@@ -172,16 +176,19 @@ class FitReport:
         def memory(size_bytes: int) -> str:
             return f"{size_bytes / factor:.2f} {unit}"
 
+        # The last at this size: earlier ones may have run fewer steps.
+        answering = next((t for t in reversed(self.trials) if t.passed and t.batch_size == self.batch_size), None)
         rows = [
             [
                 str(trial.batch_size),
+                str(trial.steps),
                 "ran" if trial.passed else trial.reason.partition(":")[0],
                 memory(trial.peak_allocated_bytes),
                 memory(trial.peak_reserved_bytes),
                 f"{trial.peak_reserved_bytes / self.capacity_bytes:.0%}",
                 f"{trial.seconds:.2f}",
                 f"{trial.samples_per_second:.1f}" if trial.passed else "-",
-                "<- answer" if trial.passed and trial.batch_size == self.batch_size else "",
+                "<- answer" if trial is answering else "",
             ]
             for trial in self.trials
         ]
@@ -192,9 +199,9 @@ class FitReport:
         first = next((t.reason.partition(": ")[2] for t in self.trials if not t.passed and ": " in t.reason), "")
         return _Table(
             f"{self.step} on {self.device}: {answer} (search: {self.search}, {count})",
-            ["batch size", "result", "allocated", "reserved", "of device", "seconds", "samples/s", ""],
+            ["batch size", "steps", "result", "allocated", "reserved", "of device", "seconds", "samples/s", ""],
             rows,
-            notes + [f"first error: {_shortened(first)}"] * bool(first),
+            [*notes, *self.remarks, *[f"first error: {_shortened(first)}"] * bool(first)],
         )
 
 

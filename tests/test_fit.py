@@ -60,7 +60,7 @@ def test_the_batch_size_is_probed_once_and_remembered():
         calls.append(batch_size)
         return torch.ones(batch_size, device=device)
 
-    @fit_batch(inputs={"x": Input(make=count)}, max_batch_size=4, steps_per_trial=1)
+    @fit_batch(inputs={"x": Input(make=count)}, max_batch_size=4, steps_per_trial=1, search="double")
     def step(x):
         return x.mean()
 

@@ -30,11 +30,11 @@ FIT = FitReport(
 )
 FIT_TEXT = """\
 <lambda> on cuda:0: batch size 4 (search: bisect, 4 trials)
-batch size           result  allocated   reserved  of device  seconds  samples/s
-         2              ran   4.00 GiB   5.00 GiB        31%     0.50       12.0
-         4              ran   8.00 GiB  10.00 GiB        62%     0.75       16.0  <- answer
-         8    out of memory  15.00 GiB  16.00 GiB       100%     0.10          -
-         6  over the budget  12.00 GiB  15.50 GiB        97%     1.00          -
+batch size  steps           result  allocated   reserved  of device  seconds  samples/s
+         2      3              ran   4.00 GiB   5.00 GiB        31%     0.50       12.0
+         4      3              ran   8.00 GiB  10.00 GiB        62%     0.75       16.0  <- answer
+         8      0    out of memory  15.00 GiB  16.00 GiB       100%     0.10          -
+         6      3  over the budget  12.00 GiB  15.50 GiB        97%     1.00          -
 budget 15.00 GiB of 16.00 GiB (headroom 0.0625); ended: out of memory at 8
 restored: model (ResNet, 161 tensors), random state
 first error: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 16.00 GiB and more and more ..."""
@@ -43,8 +43,8 @@ NOTHING = dataclasses.replace(
 )
 NOTHING_TEXT = """\
 <lambda> on cuda:0: nothing fits (search: bisect, 1 trial)
-batch size           result  allocated  reserved  of device  seconds  samples/s
-         1  over the budget   1.00 MiB  1.00 MiB         0%     0.00          -
+batch size  steps           result  allocated  reserved  of device  seconds  samples/s
+         1      3  over the budget   1.00 MiB  1.00 MiB         0%     0.00          -
 budget 15.00 GiB of 16.00 GiB (headroom 0.0625); ended: out of memory at 8
 restored: random state"""
 GUARD = GuardReport(

@@ -12,23 +12,41 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from oomguard.memory.storages import StorageMeter, active_meter
+from oomguard.memory.trace import Allocator, AllocatorHistory, StorageHistory, Trace
 
 _SHORT = 0.1  # less than this fraction of the capacity left counts as little
 
 
-@dataclass
-class Peak:
-    """The most memory that was in use during a measurement, in bytes; filled in when it ends."""
+class Measurement:
+    """
+    What was seen of a block that runs steps of one batch size; filled in when it ends.
 
-    allocated_bytes: int = 0
-    reserved_bytes: int = 0
+    Attributes:
+        allocated_bytes: The most that tensors took at once.
+        reserved_bytes: The most that the allocator held at once.
+        trace: The allocations of the steps that ended; None: not asked for, or not to be had.
+    """
+
+    def __init__(self, history: AllocatorHistory | StorageHistory | None = None, trace_size: int | None = None) -> None:
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.trace: Trace | None = None
+        self._history, self._trace_size = history, trace_size or 0
+
+    def step_ended(self) -> None:
+        """Note that a step has ended here."""
+        if self._history is not None:
+            self._history.step_ended()
+
+    def close(self) -> None:
+        """Stop recording."""
+        if self._history is not None:
+            self.trace = self._history.close(self._trace_size)
 
 
 class DeviceMemory(Protocol):
@@ -40,8 +58,17 @@ class DeviceMemory(Protocol):
     def budget_bytes(self, headroom: float) -> int:
         """Return how much this process may hold: what it has and what is free, less the headroom."""
 
-    def measure(self, budget_bytes: int) -> contextlib.AbstractContextManager[Peak]:
-        """Measure the peak of a block; where nothing else limits the device, refuse what goes over the budget."""
+    def limit_bytes(self) -> int | None:
+        """Return how much the device itself would give to this process; None: it does not say."""
+
+    def measure(
+        self, budget_bytes: int, trace_size: int | None = None
+    ) -> contextlib.AbstractContextManager[Measurement]:
+        """
+        Measure a block; where nothing else limits the device, refuse what goes over the budget.
+
+        With a *trace_size*, what the block allocates is traced, as of a batch of so many items.
+        """
 
     def peak_bytes(self) -> int:
         """Return the peak so far, as an event of the guard reports it."""
@@ -80,21 +107,38 @@ class _Caching:
         total = self._module.mem_get_info(device)[1]
         self.capacity_bytes: int = total if capacity_bytes is None else min(total, capacity_bytes)
 
+    def limit_bytes(self) -> int | None:
+        return int(self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device))
+
     def budget_bytes(self, headroom: float) -> int:
-        free = self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device)
-        return int(min(free, self.capacity_bytes) - headroom * self.capacity_bytes)
+        return int(min(self.limit_bytes() or 0, self.capacity_bytes) - headroom * self.capacity_bytes)
 
     @contextlib.contextmanager
-    def measure(self, budget_bytes: int) -> Iterator[Peak]:  # noqa: ARG002 - the device itself refuses
-        peak = Peak()
+    def measure(
+        self,
+        budget_bytes: int,  # noqa: ARG002 - the device itself refuses
+        trace_size: int | None = None,
+    ) -> Iterator[Measurement]:
         self.empty_cache()
         self._module.reset_peak_memory_stats(self.device)
+        entered, history = (contextlib.nullcontext(), None) if trace_size is None else self._history()
+        seen = Measurement(history, trace_size)
         try:
-            yield peak
+            with entered:
+                yield seen
             self._module.synchronize(self.device)
         finally:
-            peak.allocated_bytes = self._module.max_memory_allocated(self.device)
-            peak.reserved_bytes = self._module.max_memory_reserved(self.device)
+            seen.allocated_bytes = self._module.max_memory_allocated(self.device)
+            seen.reserved_bytes = self._module.max_memory_reserved(self.device)
+            seen.close()
+
+    def _history(self) -> tuple[contextlib.AbstractContextManager[Any], AllocatorHistory | StorageHistory | None]:
+        if self.device.type != "cuda":
+            meter = StorageMeter(device_type=self.device.type)
+            return meter, StorageHistory(meter, Allocator(), self._module.memory_reserved(self.device))
+        if torch.cuda.get_allocator_backend() != "native":
+            return contextlib.nullcontext(), None  # its rules are the driver's
+        return contextlib.nullcontext(), AllocatorHistory(self.device)
 
     def peak_bytes(self) -> int:
         return int(self._module.max_memory_reserved(self.device))
@@ -115,18 +159,30 @@ class _Metal:
         total = torch.mps.recommended_max_memory()
         self.capacity_bytes: int = total if capacity_bytes is None else min(total, capacity_bytes)
 
+    def limit_bytes(self) -> int | None:
+        return None
+
     def budget_bytes(self, headroom: float) -> int:
         return int((1 - headroom) * self.capacity_bytes)
 
     @contextlib.contextmanager
-    def measure(self, budget_bytes: int) -> Iterator[Peak]:  # noqa: ARG002 - the device itself refuses
-        peak = Peak()
+    def measure(
+        self,
+        budget_bytes: int,  # noqa: ARG002 - the device itself refuses
+        trace_size: int | None = None,
+    ) -> Iterator[Measurement]:
         self.empty_cache()
+        meter = StorageMeter(device_type="mps")
+        traced = trace_size is not None
+        history = StorageHistory(meter, None, torch.mps.driver_allocated_memory()) if traced else None
+        seen = Measurement(history, trace_size)
         try:
-            yield peak
+            with meter if traced else contextlib.nullcontext():
+                yield seen
             torch.mps.synchronize()
         finally:
-            peak.allocated_bytes = peak.reserved_bytes = torch.mps.driver_allocated_memory()
+            seen.allocated_bytes = seen.reserved_bytes = torch.mps.driver_allocated_memory()
+            seen.close()
 
     def peak_bytes(self) -> int:
         return torch.mps.driver_allocated_memory()
@@ -152,12 +208,14 @@ class _Host:
             self._held_bytes = held_bytes
             self.capacity_bytes = capacity_bytes or held_bytes + available_bytes()
 
+    def limit_bytes(self) -> int | None:
+        return None
+
     def budget_bytes(self, headroom: float) -> int:
         return int((1 - headroom) * self.capacity_bytes)
 
     @contextlib.contextmanager
-    def measure(self, budget_bytes: int) -> Iterator[Peak]:
-        peak = Peak()
+    def measure(self, budget_bytes: int, trace_size: int | None = None) -> Iterator[Measurement]:
         if self._simulation is not None:
             self._simulation.reset_peak()
             meter: StorageMeter = self._simulation
@@ -165,11 +223,14 @@ class _Host:
         else:
             # Refused before a byte is touched: a CPU that runs out raises nothing, its kernel kills.
             meter = entered = StorageMeter(max(0, budget_bytes - self._held_bytes), refuse_first=True)
+        history = None if trace_size is None else StorageHistory(meter, None, self._held_bytes)
+        seen = Measurement(history, trace_size)
         try:
             with entered:
-                yield peak
+                yield seen
         finally:
-            peak.allocated_bytes = peak.reserved_bytes = self._held_bytes + meter.peak_bytes
+            seen.allocated_bytes = seen.reserved_bytes = self._held_bytes + meter.peak_bytes
+            seen.close()
 
     def peak_bytes(self) -> int:
         return self._simulation.peak_bytes if self._simulation is not None else _resident_peak_bytes()

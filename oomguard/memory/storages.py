@@ -79,11 +79,12 @@ def _written(size_bytes: int) -> str:
 
 class StorageMeter(TorchDispatchMode):
     """
-    Count the CPU storages that are allocated while this is entered.
+    Count the storages that are allocated on the CPU, or another kind of device, while this is entered.
 
     Args:
         capacity_bytes: The most that may live at once; None: no limit.
         fail_at: The allocation, counted from 1, that fails once whatever its size.
+        device_type: The kind of device whose storages are counted.
         refuse_first: Find out what an operation will allocate by running it on
             `meta` tensors, and refuse before a byte is touched. Otherwise an operation
             runs and its result is refused.
@@ -92,6 +93,7 @@ class StorageMeter(TorchDispatchMode):
         live_bytes: What lives now.
         peak_bytes: The most that has lived at once since entry or `reset_peak`.
         allocations: How many allocations were asked for.
+        history: What was allocated and freed, as (action, address, size), while it is kept.
 
     Note:
         `torch.compile` steps aside: compiled functions run as they were written, and
@@ -103,11 +105,18 @@ class StorageMeter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, capacity_bytes: int | None = None, *, fail_at: int | None = None, refuse_first: bool = False
+        self,
+        capacity_bytes: int | None = None,
+        *,
+        fail_at: int | None = None,
+        refuse_first: bool = False,
+        device_type: str = "cpu",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
         self.capacity_bytes, self.fail_at, self.refuse_first = capacity_bytes, fail_at, refuse_first
         self.live_bytes = self.peak_bytes = self.allocations = 0
+        self.history: list[tuple[str, int, int]] | None = None
         self._sizes: dict[int, int] = {}  # by the address of the storage
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._tokens: list[Token[StorageMeter | None]] = []
@@ -115,6 +124,16 @@ class StorageMeter(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Start measuring the peak anew, from what lives now."""
         self.peak_bytes = self.live_bytes
+
+    def start_history(self) -> list[tuple[int, int]]:
+        """Keep what is allocated and freed from now on; return what lives already, as (address, size)."""
+        self.history = []
+        return list(self._sizes.items())
+
+    def stop_history(self) -> list[tuple[str, int, int]]:
+        """Return what was kept."""
+        kept, self.history = self.history or [], None
+        return kept
 
     def __enter__(self) -> Self:
         self._tokens.append(_active.set(self))
@@ -147,7 +166,7 @@ class StorageMeter(TorchDispatchMode):
         """Count the storages of *outputs* that are not those of *inputs*; return the bytes that found no room."""
         given: set[int | None] | None = None
         for tensor in _tensors(outputs):
-            address = _address(tensor)
+            address = _address(tensor, self._device_type)
             if address is None:
                 continue
             size, refused = tensor.untyped_storage().nbytes(), 0
@@ -155,7 +174,7 @@ class StorageMeter(TorchDispatchMode):
                 refused = self._resized(address, size)
             else:
                 if given is None:
-                    given = {_address(each) for each in _tensors(inputs)}
+                    given = {_address(each, self._device_type) for each in _tensors(inputs)}
                 if address not in given:
                     refused = self._born(tensor, address, size)
             if refused:
@@ -170,9 +189,11 @@ class StorageMeter(TorchDispatchMode):
                 size = self._sizes.pop(address, 0)
                 self.live_bytes -= size
                 self._references.pop(address, None)
+                self._note("free_completed", address, size)
 
             self._references[address] = weakref.ref(tensor.untyped_storage(), gone)
             self._sizes[address] = size
+            self._note("alloc", address, size)
         return refused
 
     def _resized(self, address: int, size: int) -> int:
@@ -182,7 +203,16 @@ class StorageMeter(TorchDispatchMode):
         if not refused and size != old:
             self.live_bytes -= old if size > old else old - size
             self._sizes[address] = size
+            if size > old:  # the new block beside the old one, for a moment
+                self._note("alloc", ~address, size)
+                self._note("free_completed", ~address, size)
+            self._note("free_completed", address, old)
+            self._note("alloc", address, size)
         return refused
+
+    def _note(self, action: str, address: int, size: int) -> None:
+        if self.history is not None:
+            self.history.append((action, address, size))
 
     def _allocate(self, size: int) -> int:
         if size == 0:
@@ -202,9 +232,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _address(tensor: torch.Tensor) -> int | None:
-    """Return what identifies the storage of a CPU tensor; None for one without a storage here."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+def _address(tensor: torch.Tensor, device_type: str) -> int | None:
+    """Return what identifies the storage of a tensor; None for one without a storage on such a device."""
+    if tensor.device.type != device_type or tensor.layout is not torch.strided:
         return None
     return int(tensor.untyped_storage()._cdata)
 
