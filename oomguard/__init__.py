@@ -10,7 +10,8 @@ from oomguard.errors import BatchLimitError, OOMGuardError
 from oomguard.fit import FittedStep, find_batch_size, fit_batch
 from oomguard.guard import Guard, current_guard, oom_guard
 from oomguard.memory.oom import is_oom
-from oomguard.report import FitReport, GuardReport, Trial
+from oomguard.predict import predict
+from oomguard.report import FitReport, GuardReport, Prediction, Trial
 from oomguard.step.inputs import Input
 
 __version__ = "0.1.0"
@@ -23,10 +24,12 @@ __all__ = [
     "GuardReport",
     "Input",
     "OOMGuardError",
+    "Prediction",
     "Trial",
     "current_guard",
     "find_batch_size",
     "fit_batch",
     "is_oom",
     "oom_guard",
+    "predict",
 ]

@@ -20,8 +20,10 @@ from torch import nn
 from torch.nn import functional
 
 from oomguard.memory.oom import Verdict, classify
+from oomguard.memory.units import parse_bytes
+from oomguard.predict import predict_step
 from oomguard.probe import Plan, probe
-from oomguard.report import FitReport
+from oomguard.report import FitReport, Prediction
 from oomguard.step.call import Limit, Step, ambient
 from oomguard.step.inputs import Input, check_declared
 from oomguard.step.state import Saved, find_state
@@ -94,6 +96,28 @@ class _Fitted(Generic[P, R]):
         memory.report = probe(step, plan)
         memory.limit = step.limit
         return memory.report
+
+    def predict(self, batch_size: int | None = None, capacity: int | str | None = None) -> Prediction:
+        """
+        Predict what the step needs on a device that is not there; see `predict`.
+
+        Args:
+            batch_size: Items whose peaks are asked for. Default: the largest that would fit.
+            capacity: Bytes that the device has. Default: those given to `fit_batch`.
+
+        Returns:
+            The prediction; its `largest` has not run.
+
+        Raises:
+            PredictionError: The small steps do not run here, or no two of them agree.
+            ValueError: There is no capacity, or a number is out of range.
+        """
+        plan, memory = self._self_source()
+        wanted = plan.capacity if capacity is None else capacity
+        if wanted is None:
+            raise ValueError("oomguard: predict needs the capacity of the device, like capacity='24GiB'")
+        step = _step_of(self.__wrapped__, plan, memory)
+        return predict_step(step, dataclasses.replace(plan, capacity=None), parse_bytes(wanted), batch_size)
 
 
 class BoundFittedStep(_Fitted[P, R], wrapt.BoundFunctionWrapper[P, R]):
@@ -215,8 +239,8 @@ def fit_batch(
         steps_per_trial: Steps at each size. An optimizer's state appears in the first
             step, and the peak often in the second, hence 3.
         search: "double" from *start* until a size does not fit; "bisect" then between
-            the last that fits and the first that does not; "replay" bisects as well,
-            until traces of small steps can tell where to look.
+            the last that fits and the first that does not; "replay" traces a few small
+            steps, predicts the largest that fits, and runs that.
         multiple_of: Only multiples of this are tried.
         progress: Show a bar (needs tqdm). Default: where a person looks on.
         capacity: Bytes that the device is taken to have, as an int or a text like

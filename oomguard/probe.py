@@ -7,11 +7,12 @@ which sizes are tried.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +113,30 @@ def probe(step: Step, plan: Plan) -> FitReport:
         RankError: There are several ranks.
         InputError: The step takes its data from an iterator, or does nothing with its inputs.
     """
+    with trials_of(step, plan) as trials:
+        unit = plan.multiple_of  # sizes are counted in it, so that every size tried is a multiple
+        cap = None if plan.cap is None else plan.cap // unit
+        answer = unit * SEARCHES[plan.search](trials, max(1, plan.start // unit), cap)
+    report = trials.report(answer)
+    if answer == 0:
+        raise BatchLimitError(trials.explain_nothing_fits(), report)
+    step.limit = Limit(answer, trials.shapes)
+    return report
+
+
+@contextlib.contextmanager
+def trials_of(step: Step, plan: Plan) -> Iterator[StepTrials]:
+    """
+    Open the trials of *step*; when they are over, leave everything as it was.
+
+    Args:
+        step: The user's step with its declared inputs.
+        plan: The options.
+
+    Raises:
+        RankError: There are several ranks.
+        InputError: The step takes its data from an iterator.
+    """
     require_one_rank("a probe")
     found = find_state(step.function, plan.state)
     require_own_backward(step.name, found.modules)
@@ -124,20 +149,13 @@ def probe(step: Step, plan: Plan) -> FitReport:
     held = sum(t.nbytes for t in found.tensors if t.device == device) if device.type == "cpu" else 0
     saved = Saved(found)
     memory = memory_of(device, capacity_bytes=plan.capacity_bytes, held_bytes=held)
-    trials = _Trials(step, plan, memory, saved)
+    trials = StepTrials(step, plan, memory, saved)
     token = ambient.set(None)  # a guard would hide what does not fit
     try:
-        unit = plan.multiple_of  # sizes are counted in it, so that every size tried is a multiple
-        cap = None if plan.cap is None else plan.cap // unit
-        answer = unit * SEARCHES[plan.search](trials, max(1, plan.start // unit), cap)
+        yield trials
     finally:
         ambient.reset(token)
         trials.close()
-    report = trials.report(answer, found)
-    if answer == 0:
-        raise BatchLimitError(trials.explain_nothing_fits(), report)
-    step.limit = Limit(answer, trials.shapes)
-    return report
 
 
 def _device_of(plan: Plan, found: Found) -> torch.device:
@@ -156,8 +174,15 @@ def _device_of(plan: Plan, found: Found) -> torch.device:
     return device
 
 
-class _Trials:
-    """The trials of one probe, in the order tried; sizes count in units of the plan's multiple."""
+class StepTrials:
+    """
+    The trials of one step, in the order tried; sizes count in units of the plan's multiple.
+
+    Attributes:
+        traces: Of the sizes that could be traced.
+        shapes: Of one item of the inputs.
+        device: Where the step runs.
+    """
 
     def __init__(self, step: Step, plan: Plan, memory: DeviceMemory, saved: Saved) -> None:
         self._step, self._plan, self._memory, self._saved = step, plan, memory, saved
@@ -170,7 +195,8 @@ class _Trials:
         self._proven = False  # the step was seen to do something
         self._lost = False  # the device's context is gone
         self.traces: dict[int, Trace] = {}
-        self.shapes: Shapes = ()  # of one item
+        self.shapes: Shapes = ()
+        self.device = memory.device
         self._bar = _progress_bar(plan.progress, step.name)
 
     def run(self, size: int, steps: int | None = None) -> bool:
@@ -267,7 +293,7 @@ class _Trials:
             return ""
         return f"{verdict.value}: {explain(error)}"
 
-    def report(self, answer: int, found: Found) -> FitReport:
+    def report(self, answer: int) -> FitReport:
         """Return what was tried and found."""
         return FitReport(
             step=self._step.name,
@@ -279,7 +305,7 @@ class _Trials:
             batch_size=answer or None,
             ended=self._ended(answer),
             trials=tuple(self._trials),
-            restored=found.names(),
+            restored=self._saved.found.names(),
             curve=self._curve(answer),
             remarks=tuple(self._remarks),
         )

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-_WIDE = 8  # batch sizes that span more than this many times are drawn on a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -138,34 +137,17 @@ class FitReport:
             ImportError: matplotlib is not installed: `pip install 'oomguard[plot]'`.
         """
         figure, axes = _figure()
-        unit, factor = _unit_of(self.capacity_bytes)
-        sizes = [trial.batch_size for trial in self.trials]
+        factor = _draw_memory(axes, self.curve, self.capacity_bytes, self.budget_bytes, self.batch_size)
         for passed, name, marker, colour in (
-            (True, "ran", "o", "tab:blue"),
+            (True, "ran (peak reserved)", "o", "tab:blue"),
             (False, "did not run", "x", "tab:red"),
         ):
-            shown = sorted((t for t in self.trials if t.passed is passed), key=lambda trial: trial.batch_size)
+            shown = [trial for trial in self.trials if trial.passed is passed]
             if shown:
                 x = [trial.batch_size for trial in shown]
                 y = [trial.peak_reserved_bytes / factor for trial in shown]
-                axes.plot(x, y, marker, color=colour, label=f"{name} (peak reserved)")
-        axes.axhline(self.capacity_bytes / factor, color="0.3", linewidth=1, label="capacity")
-        axes.axhline(self.budget_bytes / factor, color="tab:orange", linewidth=1, linestyle="--", label="budget")
-        if self.batch_size is not None:
-            axes.axvline(self.batch_size, color="tab:blue", linewidth=1, alpha=0.4)
-            axes.annotate(
-                str(self.batch_size),
-                (self.batch_size, 0),
-                xytext=(-4, 6),
-                textcoords="offset points",
-                ha="right",
-                color="tab:blue",
-            )
-        if sizes and max(sizes) > _WIDE * min(sizes):
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_ylim(bottom=0)
-        axes.set(xlabel="batch size", ylabel=f"memory ({unit})", title=f"{self.step} on {self.device}")
+                axes.plot(x, y, marker, color=colour, label=name)
+        axes.set_title(f"{self.step} on {self.device}")
         return _finish(figure, axes, path)
 
     def _table(self) -> _Table:
@@ -203,6 +185,84 @@ class FitReport:
             rows,
             [*notes, *self.remarks, *[f"first error: {_shortened(first)}"] * bool(first)],
         )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """
+    What a step would need on a device that is not there. `str()` says it in words.
+
+    Attributes:
+        step: The name of the user's step.
+        traced_on: Where its small steps ran.
+        traced_sizes: Their batch sizes.
+        capacity_bytes: What the device has.
+        budget_bytes: What the step may use of it.
+        headroom: The fraction that stays free.
+        largest: The largest batch that would fit; 0: none.
+        batch_size: The size that the peaks are of: the one asked for, or the largest.
+        fits: It would fit.
+        peak_allocated_bytes: The most that tensors would take at once.
+        peak_reserved_bytes: The most that the allocator would hold at once.
+        guessed: Allocations whose growth is a guess.
+        curve: Pairs of a batch size and the bytes that it would reserve.
+    """
+
+    step: str
+    traced_on: str
+    traced_sizes: tuple[int, ...]
+    capacity_bytes: int
+    budget_bytes: int
+    headroom: float
+    largest: int
+    batch_size: int
+    fits: bool
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    guessed: int
+    curve: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        """Say what is predicted, and from what."""
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data that JSON can hold."""
+        return dataclasses.asdict(self)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """
+        Draw predicted memory against batch size, with the budget.
+
+        Args:
+            path: Where to save the picture; its ending says the format.
+
+        Returns:
+            The figure.
+
+        Raises:
+            ImportError: matplotlib is not installed: `pip install 'oomguard[plot]'`.
+        """
+        figure, axes = _figure()
+        _draw_memory(axes, self.curve, self.capacity_bytes, self.budget_bytes, self.largest)
+        axes.set_title(f"{self.step}, predicted")
+        return _finish(figure, axes, path)
+
+    def _table(self) -> _Table:
+        answer = (
+            f"{self.batch_size} items would {'fit' if self.fits else 'not fit'}" if self.batch_size else "nothing fits"
+        )
+        rows = [
+            f"peak allocated {format_bytes(self.peak_allocated_bytes)}, "
+            f"reserved {format_bytes(self.peak_reserved_bytes)}; the largest that would fit: {self.largest}",
+            f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.capacity_bytes)} (headroom {self.headroom:g})",
+            f"from steps of {' and '.join(map(str, self.traced_sizes))} items on {self.traced_on}; it has not run",
+        ]
+        guesses = [f"the growth of {self.guessed} allocations is a guess"] * bool(self.guessed)
+        return _Table(f"{self.step}: {answer}", [], [], [*rows, *guesses])
 
 
 @dataclass(frozen=True)
@@ -329,6 +389,26 @@ def _shortened(text: str) -> str:
 def _unit_of(size_bytes: int) -> tuple[str, int]:
     """Return the unit for a whole table: the largest in which *size_bytes* is at least 1."""
     return next(((unit, factor) for unit, factor in _UNITS if size_bytes >= factor), _UNITS[-1])
+
+
+def _draw_memory(
+    axes: Axes, curve: Sequence[tuple[int, int]], capacity_bytes: int, budget_bytes: int, answer: int | None
+) -> int:
+    """Draw the curve, the lines that bound it and the answer; return the bytes that the axis counts in."""
+    unit, factor = _unit_of(capacity_bytes)
+    if curve:
+        x, y = zip(*curve, strict=True)
+        axes.plot(x, [size / factor for size in y], color="tab:blue", linewidth=1, alpha=0.6, label="replay")
+    axes.axhline(capacity_bytes / factor, color="0.3", linewidth=1, label="capacity")
+    axes.axhline(budget_bytes / factor, color="tab:orange", linewidth=1, linestyle="--", label="budget")
+    if answer:
+        axes.axvline(answer, color="tab:blue", linewidth=1, alpha=0.4)
+        place = {"xytext": (-4, 6), "textcoords": "offset points", "ha": "right", "color": "tab:blue"}
+        axes.annotate(str(answer), (answer, 0), **place)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="batch size", ylabel=f"memory ({unit})")
+    return factor
 
 
 def _figure() -> tuple[Figure, Axes]:

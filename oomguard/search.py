@@ -22,6 +22,7 @@ _CLOSE = 0.97  # of what is predicted, for the trace that settles a doubt
 _SURE = 1.25  # a prediction of more than this many times the cap need not be corrected
 _TRACED_STEPS = 2  # the first, in which an optimizer's state appears, and one as all later ones
 _ROUNDED = 10  # a size is rounded to the largest power of two of which it is at least this many times
+_PATIENCE = 64  # times the first size, at most, to find two traces that agree where only a model is wanted
 _LINE = 2  # traces that a line needs
 
 
@@ -65,6 +66,14 @@ def replay(trials: Trials, start: int, cap: int | None) -> int:
             return 0
         size, cap = size // 2, size - 1
     return _Climb(trials, cap).climb(size)
+
+
+def model_of(trials: Trials, start: int) -> Replay | None:
+    """Trace *start*, twice that and so on until two traces agree; return what replays them, None where none do."""
+    climb = _Climb(trials, _PATIENCE * start)
+    if trials.run(start, steps=1):
+        climb.first_guess(start)
+    return climb.model
 
 
 SEARCHES: dict[str, Callable[[Trials, int, int | None], int]] = {"bisect": bisect, "double": double, "replay": replay}
@@ -118,11 +127,11 @@ class _Climb:
         self._trials, self._cap = trials, cap
         self._fit = 0  # the largest that has run in full
         self._unfit: int | None = None  # the smallest that did not run
-        self._model: Replay | None = None
+        self.model: Replay | None = None  # of the largest trace
 
     def climb(self, size: int) -> int:
         """Return the answer, from a first *size* at which a step has run."""
-        guess = self._first_guess(size)
+        guess = self.first_guess(size)
         if guess is None:
             return self._bisect()
         if self._cap is not None and guess.size > _SURE * self._cap and self._run(self._cap):
@@ -133,7 +142,7 @@ class _Climb:
             guess = self._corrected(guess, _CLOSE)
         return self._confirm(self._capped(guess.size))
 
-    def _first_guess(self, size: int) -> _Guess | None:
+    def first_guess(self, size: int) -> _Guess | None:
         """Trace *size*, twice that and so on, until two traces agree."""
         while True:
             ran = self._trace(size)
@@ -228,13 +237,13 @@ class _Climb:
         largest = traces[max(traces)]
         agreeing = [trace for trace in traces.values() if trace.order == largest.order]
         if len(agreeing) >= _LINE:
-            self._model = Replay.from_traces(agreeing)
-        elif self._model is not None:
-            self._model = self._model.adopt(largest)
+            self.model = Replay.from_traces(agreeing)
+        elif self.model is not None:
+            self.model = self.model.adopt(largest)
         else:  # what is freed when may vary; sizes are matched by the allocations alone
             agreeing = [trace for trace in traces.values() if trace.pools == largest.pools]
             if len(agreeing) < _LINE:
                 return None
-            self._model = Replay.from_traces(agreeing)
-        is_sure = len(agreeing) >= _LINE and not self._model.guessed
-        return _Guess(self._trials.predict(self._model, near), is_sure)
+            self.model = Replay.from_traces(agreeing)
+        is_sure = len(agreeing) >= _LINE and not self.model.guessed
+        return _Guess(self._trials.predict(self.model, near), is_sure)

@@ -15,22 +15,29 @@ import oomguard
 
 PACKAGE = Path(oomguard.__file__).parent
 FLOORS = [  # from the ground up; a module imports only from floors below, and its own floor where the line says so
-    {"errors", "report", "ranks", "memory.units", "memory.storages", "memory.oom", "memory.device"},
+    {"errors", "report", "ranks", "memory.units", "memory.storages", "memory.oom", "memory.device"}
+    | {"memory.trace", "memory.replay"},
     {"step.call", "step.inputs", "step.state", "step.audit", "step.attempt", "step.pieces"},
-    {"probe", "recovery", "testing.simulate", "testing"},
+    {"search", "probe", "predict", "recovery", "testing.simulate", "testing"}
+    | {"testing.fake_gpu", "testing.recorder", "testing.dry_run"},
     {"fit", "guard"},
-    {"", "testing.plugin"},
+    {"", "__main__", "testing.plugin"},
 ]
 WITHIN = {  # what may be imported on the same floor, listed so that no cycle can grow
     "errors": {"report"},  # for annotations only
     "memory.oom": {"errors"},
     "ranks": {"errors"},
     "report": {"memory.units"},
-    "memory.device": {"memory.storages"},
+    "memory.device": {"memory.storages", "memory.trace"},
+    "memory.trace": {"memory.storages"},
+    "memory.replay": {"memory.trace"},
+    "probe": {"search"},
+    "predict": {"probe", "search"},
     "step.inputs": {"step.call"},
     "step.attempt": {"step.state"},
     "step.pieces": {"step.attempt", "step.audit", "step.state"},
     "testing": {"testing.simulate"},
+    "testing.dry_run": {"testing"},  # fake_gpu and recorder
 }
 MODULES = sorted(
     path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".").removesuffix("__init__").removesuffix(".")

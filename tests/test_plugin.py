@@ -3,9 +3,13 @@
 import importlib.metadata
 
 import pytest
+from fakes import needs_fake_gpu
+
+from oomguard.testing import fake_gpu
 
 PLUGIN = "oomguard.testing.plugin"
 INSTALLED = any(entry.value == PLUGIN for entry in importlib.metadata.entry_points(group="pytest11"))
+LOADED = () if INSTALLED else ("-p", PLUGIN)
 
 RUNS_OUT = """
     with pytest.raises(torch.OutOfMemoryError):
@@ -21,8 +25,7 @@ def run(pytester, request):
 
     def run(text, *options):
         pytester.makepyfile("import unittest\nimport pytest\nimport torch\n" + text.replace("RUNS_OUT", RUNS_OUT))
-        plugin = () if INSTALLED else ("-p", PLUGIN)
-        return pytester.runpytest_inprocess(*plugin, "-p", "no:cacheprovider", "--strict-markers", *options)
+        return pytester.runpytest_inprocess(*LOADED, "-p", "no:cacheprovider", "--strict-markers", *options)
 
     return run
 
@@ -142,3 +145,49 @@ def test_a_wrong_use_is_an_error_that_says_what_to_write(run, text, message):
 def test_the_marker_and_the_fixture_explain_themselves(run):
     run("", "--markers").stdout.fnmatch_lines(["@pytest.mark.oom_capacity(capacity=None, [*], fail_at=None): *"])
     run("", "--fixtures").stdout.fnmatch_lines(["oom_simulation*", "*Run the test on the simulated device*"])
+
+
+ON_TWO_DEVICES = """
+def test_it():
+    assert [torch.cuda.mem_get_info(i)[1] >> 30 for i in range(torch.cuda.device_count())] == [4, 2]
+    print("printed")
+"""
+
+
+@needs_fake_gpu
+@pytest.mark.parametrize(("option", "shows"), [("--capture=fd", False), ("--capture=no", True)])
+def test_a_whole_run_moves_to_the_fake_gpu(pytester, option, shows):
+    pytester.makepyfile("import torch\n" + ON_TWO_DEVICES)
+
+    result = pytester.runpytest_subprocess(*LOADED, "--fake-gpu=4GiB,2GiB", option, "-p", "no:cacheprovider")
+
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["oomguard: fake GPU of 4GiB,2GiB; kernels are not run, values are zeros"])
+    assert ("printed" in result.stdout.str()) is shows
+
+
+WRONG_RUNS = {
+    "no fake GPU": ("why_not", lambda: "the fake GPU needs luck", "ERROR: --fake-gpu: the fake GPU needs luck"),
+    "no command line": (
+        "environment",
+        lambda capacity: {"OOMGUARD_FAKE_GPU_CAPACITY": "4"},
+        "ERROR: --fake-gpu starts pytest anew, so it has to stand on the command line",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "answer", "message"), WRONG_RUNS.values(), ids=WRONG_RUNS)
+def test_a_run_that_can_not_move_is_an_error_that_says_why(monkeypatch, run, name, answer, message):
+    monkeypatch.setattr(fake_gpu, name, answer)
+
+    result = run("", "--fake-gpu=4GiB")
+
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
+
+
+def test_a_wrong_size_on_the_command_line_is_one_line(pytester):
+    result = pytester.runpytest_subprocess(*LOADED, "--fake-gpu=4")
+
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --fake-gpu: capacity='4' is no size; *"])

@@ -104,6 +104,11 @@ class Replay:
             growth[k], known[k] = self._polynomials[self._kinds[i]], True
         return Replay(trace, growth, known.count(False))
 
+    def on(self, allocator: Allocator) -> Replay:
+        """Return the same replay with the rules of another *allocator*."""
+        trace = dataclasses.replace(self.trace, allocator=allocator)
+        return Replay(trace, [self._polynomials[kind] for kind in self._kinds], self.guessed)
+
     def _sizes(self, batch_size: int) -> list[int]:
         values = [polynomial.at(batch_size) for polynomial in self._polynomials]
         return [values[kind] for kind in self._kinds]

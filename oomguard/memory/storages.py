@@ -155,6 +155,8 @@ class StorageMeter(TorchDispatchMode):
             if self.live_bytes + coming > self.capacity_bytes:
                 raise not_allowed(coming, self.capacity_bytes, self.live_bytes)
         outputs = func(*args, **kwargs)
+        if _writes_a_list(func):
+            torch.autograd.graph.increment_version(args[0])
         refused = self._account(outputs, (args, kwargs))
         if refused:
             del outputs  # or the traceback would keep what was refused
@@ -224,6 +226,13 @@ class StorageMeter(TorchDispatchMode):
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return 0
+
+
+@functools.cache
+def _writes_a_list(func: Any) -> bool:
+    """Tell whether *func* is an operation on a list in place: under a dispatch mode these forget to count versions."""
+    name = getattr(getattr(func, "_schema", None), "name", "")
+    return name.startswith("aten::_foreach_") and name.endswith("_")
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

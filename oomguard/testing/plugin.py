@@ -1,5 +1,9 @@
 """
-The pytest plugin: a marker that runs a test on a simulated device, and a fixture that is this device.
+The pytest plugin: simulated devices for single tests, and the fake GPU for a whole run.
+
+The marker `oom_capacity` runs a test on a simulated device, and the fixture
+`oom_simulation` is this device. `pytest --fake-gpu=16GiB` runs everything on a fake GPU
+(several: `--fake-gpu=16GiB,8GiB`).
 
 pytest loads it where oomguard is installed, and oomguard imports torch:
 `pytest -p no:oomguard` does without both.
@@ -7,12 +11,14 @@ pytest loads it where oomguard is installed, and oomguard imports torch:
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from oomguard.testing.simulate import Simulation
 
@@ -26,6 +32,50 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{_MARKER}(capacity=None, *, fail_at=None): run the test on a simulated device of this many bytes "
         "(an int or a text like '64MiB'), or with an out-of-memory error at the n-th allocation.",
     )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--fake-gpu`."""
+    parser.getgroup("oomguard").addoption(
+        "--fake-gpu",
+        metavar="CAPACITY",
+        help="run everything on a fake GPU of this size, such as 16GiB; several with commas. Kernels are not run.",
+    )
+
+
+# Around the others, and so before pytest begins to capture: the run that takes this one's place must find the
+# true output.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None]:
+    """Start the whole run anew on the fake GPU where it is asked for: it has to be there before the process is."""
+    capacity = early_config.known_args_namespace.fake_gpu
+    if capacity is not None:
+        _move_to_fake_gpu(capacity, early_config)
+    return (yield)
+
+
+def _move_to_fake_gpu(capacity: str, config: pytest.Config) -> None:
+    """Replace this process by the same one on the fake GPU, unless it is there already."""
+    from oomguard.errors import OOMGuardError  # noqa: PLC0415 - imports torch
+    from oomguard.testing import fake_gpu  # noqa: PLC0415 - as above
+
+    try:
+        environment = fake_gpu.environment(capacity.split(","))
+    except (OOMGuardError, ValueError) as error:
+        raise pytest.UsageError(f"--fake-gpu: {str(error).removeprefix('oomguard: ')}") from None
+    if all(os.environ.get(name) == value for name, value in environment.items()):
+        return
+    if list(config.invocation_params.args) != sys.argv[1:]:
+        raise pytest.UsageError("--fake-gpu starts pytest anew, so it has to stand on the command line")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606 - the same words again
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say that the devices are fake."""
+    capacity = config.getoption("fake_gpu")
+    return None if capacity is None else f"oomguard: fake GPU of {capacity}; kernels are not run, values are zeros"
 
 
 @pytest.hookimpl(tryfirst=True)
