@@ -1,6 +1,4 @@
-"""
-The answer without the device: a few small steps where the step runs now, replayed for a device of another size.
-"""
+"""The answer without the device: a few small steps, replayed for a device of another size."""
 
 from __future__ import annotations
 

@@ -252,15 +252,16 @@ class Prediction:
         return _finish(figure, axes, path)
 
     def _table(self) -> _Table:
-        answer = (
-            f"{self.batch_size} items would {'fit' if self.fits else 'not fit'}" if self.batch_size else "nothing fits"
-        )
+        allocated, reserved = format_bytes(self.peak_allocated_bytes), format_bytes(self.peak_reserved_bytes)
+        budget = f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.capacity_bytes)}"
         rows = [
-            f"peak allocated {format_bytes(self.peak_allocated_bytes)}, "
-            f"reserved {format_bytes(self.peak_reserved_bytes)}; the largest that would fit: {self.largest}",
-            f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.capacity_bytes)} (headroom {self.headroom:g})",
+            f"peak allocated {allocated}, reserved {reserved}; the largest that would fit: {self.largest}",
+            f"{budget} (headroom {self.headroom:g})",
             f"from steps of {' and '.join(map(str, self.traced_sizes))} items on {self.traced_on}; it has not run",
         ]
+        answer = (
+            f"{self.batch_size} items would {'' if self.fits else 'not '}fit" if self.batch_size else "nothing fits"
+        )
         guesses = [f"the growth of {self.guessed} allocations is a guess"] * bool(self.guessed)
         return _Table(f"{self.step}: {answer}", [], [], [*rows, *guesses])
 
@@ -403,8 +404,9 @@ def _draw_memory(
     axes.axhline(budget_bytes / factor, color="tab:orange", linewidth=1, linestyle="--", label="budget")
     if answer:
         axes.axvline(answer, color="tab:blue", linewidth=1, alpha=0.4)
-        place = {"xytext": (-4, 6), "textcoords": "offset points", "ha": "right", "color": "tab:blue"}
-        axes.annotate(str(answer), (answer, 0), **place)
+        axes.annotate(
+            str(answer), (answer, 0), xytext=(-4, 6), textcoords="offset points", ha="right", color="tab:blue"
+        )
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set(xlabel="batch size", ylabel=f"memory ({unit})")

@@ -159,7 +159,8 @@ def test_on_the_fake_gpu_a_small_device_tells_what_a_large_one_holds():
         import torch
         from oomguard import Input, fit_batch
 
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(57600, 10)).cuda()
+        nn = torch.nn
+        model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(57600, 10)).cuda()
         optimizer = torch.optim.Adam(model.parameters())
 
         @fit_batch(inputs={{"x": Input(3, 32, 32)}}, headroom=0)
