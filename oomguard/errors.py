@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from oomguard.report import FitReport, GuardReport
 
 
@@ -58,7 +60,16 @@ class SplitError(OOMGuardError, torch.OutOfMemoryError):
 
 
 class RestoreError(OOMGuardError):
-    """Memory ran out after something had changed that can't be put back."""
+    """
+    Memory ran out after something had changed that can't be put back.
+
+    Attributes:
+        changed: The names of all that is not as it was before the step; everything else is.
+    """
+
+    def __init__(self, message: str, changed: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.changed = tuple(changed)
 
 
 class RankError(OOMGuardError):

@@ -25,7 +25,7 @@ from oomguard.errors import BatchLimitError, InputError, OOMGuardWarning, SplitE
 from oomguard.memory.device import memory_of
 from oomguard.memory.oom import is_oom
 from oomguard.memory.units import format_bytes
-from oomguard.ranks import require_one_rank
+from oomguard.ranks import require_one_rank, require_own_backward
 from oomguard.recovery import Failure, Policy, Record, Recovery, attempt
 from oomguard.report import GuardEvent, GuardReport
 from oomguard.step.attempt import Watch
@@ -227,6 +227,7 @@ class Guard:
         failure: Failure | None,
     ) -> Any:
         """Run in pieces what is over its *limit*, or has just met a *failure*."""
+        require_one_rank("oom_guard")  # a group may have begun inside the block
         batch = read_batch(step.function, step.inputs, args, kwargs)
         recovery = Recovery(record, step, args, kwargs, batch, self._policy, limit=limit, tell=self._tell)
         self._split_calls += 1
@@ -339,7 +340,9 @@ class Guard:
             record.limits += self._remembered.pop(step.name, [])
             self._records[key] = record
         elif not record.watch.is_current():
-            record.watch = self._watch(step, args, kwargs, record.watch.missed)
+            earlier = record.watch
+            record.watch = self._watch(step, args, kwargs, earlier.missed)
+            record.watch.follow(earlier)
         if step.limit is not record.seed:
             known = [limit for limit in record.limits if limit is not record.seed]
             record.seed = step.limit
@@ -350,6 +353,7 @@ class Guard:
         extra = [thing for thing in (step.state, self._state, *missed) if thing is not None]
         arguments = [value for value in (*args, *kwargs.values()) if not may_hold_batch(value)]
         watch = Watch(step.function, extra, arguments)
+        require_own_backward(step.name, watch.found.modules)
         if watch.found.iterators:
             raise InputError(
                 f"oomguard: {step.name} takes from an iterator, {watch.found.iterators[0]!r}: what one attempt takes "

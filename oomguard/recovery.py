@@ -6,7 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from oomguard.step.call import Limit, Step
 from oomguard.step.inputs import Batch, even_sizes, join_results
 from oomguard.step.pieces import PiecewiseRun, WholeRun
 
+_T = TypeVar("_T")
 _AMBIGUOUS_TRIES = 2
 _UPDATES = ("whole", "each")
 _REDUCTIONS = ("mean", "sum")
@@ -110,41 +111,71 @@ def attempt(
     Source: https://docs.pytorch.org/docs/stable/notes/faq.html, "My out of memory
     exception handler can't allocate memory".
     """
+    entry = _with_room(record.device, lambda: Entry(record.watch, args, kwargs, copy=copy))
     try:
-        entry = Entry(record.watch, args, kwargs, copy=copy)
-    except RuntimeError as error:
-        if not is_oom(error):
-            raise
-        entry = None
-    if entry is None:  # there is no room for the copies of the entry itself
-        _free(record.device)
-        entry = Entry(record.watch, args, kwargs, copy=copy)
-    try:
-        return work(entry), None
+        result = work(entry)
     except BaseException as error:
         failure = _judge(record, error, tries)
         if failure is None:
             if tries > 0:  # what pieces have hidden comes back; a plain call is left as it failed
-                entry.restore()
+                _undo(entry, error)
                 error.add_note(
                     f"oomguard: raised in a piece of a batch of {record.step.name} that does not fit whole. "
                     "(Batch norm refuses a piece of 1 item; oom_guard(min_batch_size=2) makes none.)"
                 )
             raise
         caught = error
-    let_go(caught)
-    del caught
-    lost = entry.restore()
+    else:
+        entry.call_ended()
+        return result, None
+    try:
+        let_go(caught)
+        del caught
+        lost = _with_room(record.device, entry.restore)
+    except BaseException as error:
+        if is_oom(error):
+            raise RestoreError(
+                f"oomguard: memory ran out in {record.step.name}, and again, with an empty cache, while it was put "
+                "back as before: its state is in between. Go on from the last checkpoint.",
+                list(record.watch.found.tensors.values()),
+            ) from None
+        _undo(entry, error)  # from the start: an interrupt must not leave anything in between
+        raise
     if lost:
         raise RestoreError(
             f"oomguard: memory ran out in {record.step.name}, and what it had written by then has no copy and can't be "
             f"put back: {_some(lost)}. Go on from the last checkpoint; with "
-            f"oom_guard(snapshot=True) the step is undone and run again. ({failure.text})"
+            f"oom_guard(snapshot=True) the step is undone and run again. ({failure.text})",
+            lost,
         )
     if failure.verdict is Verdict.OOM:
         record.ooms += 1
         _free(record.device)
     return None, failure
+
+
+def _with_room(device: torch.device, work: Callable[[], _T]) -> _T:
+    """Do what can be done twice: where memory runs out, once more with an empty cache."""
+    try:
+        return work()
+    except RuntimeError as error:
+        if not is_oom(error):
+            raise
+        let_go(error)
+    _free(device)
+    return work()
+
+
+def _undo(entry: Entry, error: BaseException) -> None:
+    """Put everything back before *error* goes on, and let it say what could not be."""
+    if classify(error) is Verdict.FATAL:
+        return  # the device answers no more: a copy would raise in place of *error*
+    lost = entry.restore()
+    if lost:
+        error.add_note(
+            "oomguard: what the step had written by then has no copy and can't be put back: "
+            f"{', '.join(lost)}. Go on from the last checkpoint."
+        )
 
 
 def _judge(record: Record, error: BaseException, tries: int) -> Failure | None:
@@ -207,6 +238,7 @@ class Recovery:
         self._sizes, self._texts = [self.largest], list[str]()
         self._tries = 1
         self._kept_size = False
+        self._done = 0  # items whose pieces have made their own updates
         record.largest_batch = max(record.largest_batch, batch.size)
 
     def run(self) -> Any:
@@ -237,25 +269,24 @@ class Recovery:
         record, batch, policy = self.record, self.batch, self._policy
         while True:
             sizes = policy.cut(batch.size, self.largest)
-            weights = policy.weights(batch, sizes)
 
-            def work(entry: Entry, sizes: list[int] = sizes, weights: list[float] = weights) -> list[Any]:
+            def work(entry: Entry, sizes: list[int] = sizes) -> Any:
                 if len(sizes) == 1:  # once more as it is
-                    whole = WholeRun(record.watch, entry)
-                    return [whole.run(self._step.function, self._args, self._kwargs)]
-                mean = policy.reduction == "mean"
+                    return WholeRun(record.watch, entry).run(self._step.function, self._args, self._kwargs)
+                weights, mean = policy.weights(batch, sizes), policy.reduction == "mean"
                 run = PiecewiseRun(record.watch, entry, weights, sizes, mean=mean, audited=not record.audited)
-                return run.run_all(self._step.function, batch.pieces(sizes))
+                results = run.run_all(self._step.function, batch.pieces(sizes))
+                return _with_room(record.device, lambda: join_results(results, sizes, weights))
 
             # Nobody has seen this step in pieces yet: a full copy undoes whatever has to be refused.
-            results, failure = attempt(
+            result, failure = attempt(
                 record, self._args, self._kwargs, work, tries=self._tries, copy=policy.snapshot or not record.audited
             )
             if failure is None:
                 if len(sizes) > 1:
                     record.audited = True
                     self.ran_in_pieces = True
-                return join_results(results, sizes, weights)
+                return result
             if failure.refused:
                 record.limits = self._limits  # nothing was learnt: pieces are not for this step
                 raise SplitError(self._explain_refusal(failure))
@@ -277,17 +308,28 @@ class Recovery:
             if failure is None:
                 results.append(result)
                 done.append(rest[0])
+                self._done = sum(done)
             else:
                 self.shrink(failure)
-        return join_results(results, done, policy.weights(batch, done))
+        try:
+            return _with_room(record.device, lambda: join_results(results, done, policy.weights(batch, done)))
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            raise RestoreError(
+                f"oomguard: all of the batch has run in {record.step.name}, every piece with its own update, but there "
+                f"is no memory to join what the pieces returned. Go on with the next batch, or return less. ({error})",
+                list(record.watch.found.tensors.values()),
+            ) from None
 
     def _explain_limit(self) -> str:
         memory = memory_of(self.record.device)
+        stays = f"{self._done} items had run by then, in updates of their own, which stay. " if self._done else ""
         return (
             f"oomguard: {self.record.step.name} runs out of memory even in pieces of {self.largest} "
             f"(batch of {self.batch.size}; tried {', '.join(map(str, self._sizes))}; "
             f"peak {format_bytes(memory.peak_bytes())}, device {format_bytes(memory.capacity_bytes)}). "
-            "Smaller inputs, activation checkpointing or a smaller model may help. "
+            f"{stays}Smaller inputs, activation checkpointing or a smaller model may help. "
             f"The first error was: {self._texts[0]}"
         )
 

@@ -179,12 +179,24 @@ def test_state_that_an_update_was_creating_for_a_new_parameter_is_dropped_again(
 def test_a_gradient_changed_in_place_can_not_come_back():
     model = nn.Linear(3, 1)
     model.weight.grad = torch.ones(1, 3)
+    step = runs_out_above(4, lambda x: model.weight.grad.mul_(2))
 
-    with (
-        oom_guard() as guard,
-        pytest.raises(RestoreError, match="a gradient that was there at entry"),
-    ):
-        guard.run(runs_out_above(4, lambda x: model.weight.grad.mul_(2)), torch.ones(8, 3))
+    with oom_guard() as guard:
+        guard.run(step, torch.ones(4, 3))
+        with pytest.raises(RestoreError, match="a gradient that was there at entry"):
+            guard.run(step, torch.ones(8, 3))
+
+
+def test_a_gradient_changed_in_place_comes_back_with_a_snapshot():
+    model = nn.Linear(3, 1)
+    model.weight.grad = torch.ones(1, 3)
+    step = runs_out_above(4, lambda x: model.weight.grad.mul_(2))
+
+    with oom_guard(snapshot=True, update="each") as guard:
+        guard.run(step, torch.ones(4, 3))
+        guard.run(step, torch.ones(8, 3))
+
+    assert model.weight.grad.tolist() == [[8.0] * 3]
 
 
 def test_no_room_for_what_an_attempt_notes_is_met_by_emptying_the_cache(mocker):

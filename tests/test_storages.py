@@ -498,3 +498,22 @@ def test_what_is_made_elsewhere_is_not_refused():
     with StorageMeter(1, refuse_first=True) as meter:
         assert torch.empty(HUGE, device="meta").numel() == (far + 1).numel() == HUGE
     assert meter.allocations == 0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda tensors: torch._foreach_add_(tensors, 1.0),
+        torch._foreach_zero_,
+        lambda tensors: torch._foreach_copy_(tensors, [torch.ones(2), torch.ones(2)]),
+        lambda tensors: torch._foreach_lerp_(tensors, [torch.ones(2), torch.ones(2)], 0.5),
+    ],
+    ids=["add", "zero", "copy", "lerp"],
+)
+def test_writes_to_a_list_are_counted_as_they_are_without_a_simulation(write):
+    tensors = [torch.zeros(2), torch.zeros(2)]
+
+    with StorageMeter():
+        write(tensors)
+
+    assert [tensor._version for tensor in tensors] == [1, 1]

@@ -18,6 +18,7 @@ def event(action, address=0, size=0, **more):
 def test_events_become_numbers_and_sizes():
     held = {**SEGMENT, "blocks": [{"size": 512, "state": "active_allocated"}, {"size": 1024, "state": "inactive"}]}
     events = [
+        event("free_completed", 5000, 30),  # asked for before
         event("alloc", 7000, 40),
         event("segment_alloc", 9000, 2 * MIB),
         event("alloc", 9000, 60, stream=5),
@@ -29,7 +30,7 @@ def test_events_become_numbers_and_sizes():
         event("alloc", 7000, 70),  # after the end
     ]
 
-    trace = read_history(3, events, [5, 8], [held], Allocator())
+    trace = read_history(3, events, [6, 9], [held], Allocator())
 
     assert trace.batch_size == 3
     assert trace.order == (0, 1, ~0, 2, ~3, ~2)

@@ -98,6 +98,11 @@ def memory_of(device: torch.device, *, capacity_bytes: int | None = None, held_b
     return _Caching(device, capacity_bytes)
 
 
+def computes(device: torch.device) -> bool:
+    """Tell whether values on *device* mean anything: on the fake GPU of `oomguard.testing` no kernel runs."""
+    return device.type != "cuda" or "OOMGUARD_FAKE_GPU_CAPACITY" not in os.environ
+
+
 class _Caching:
     """CUDA, ROCm and XPU: PyTorch's caching allocator keeps the statistics."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,8 @@ class AllocatorHistory:
         if not self._ends or sum(events[i]["action"] == "alloc" for i in mine) != made:
             return None  # newer events have pushed out older ones
         begin = counted[older - 1] + 1 if older > 0 else 0
+        if older > 0 and begin < len(events) and events[begin]["action"] == "free_completed":
+            begin += 1  # of the request before
         ends = [mine[end] if end < len(mine) else len(events) for end in self._ends]
         segments = [each for each in self._before["segments"] if each["device"] == self._device.index]
         return read_history(batch_size, events[begin:], [end - begin for end in ends], segments, self._settings())
@@ -229,7 +231,8 @@ def read_history(
         segments: What was held before, as the same function has it.
         allocator: The allocator's settings.
     """
-    events = events[: ends[-1]]
+    events, segments = events[: ends[-1]], list(segments)
+    there = {address for segment in segments for address, block in _blocks(segment) if block["state"] != "inactive"}
     sizes = tuple(event["size"] for event in events if event["action"] == "alloc")
     pools: list[int] = []
     order: list[int] = []
@@ -246,6 +249,9 @@ def read_history(
             pools.append(known.setdefault((event.get("pool_id", (0, 0)), event["stream"]), len(known)))
         elif event["action"] == "free_completed":
             number = numbers.pop(event["addr"], None)
+            if number is None and event["addr"] not in there:  # asked for before
+                lengths.append(len(order))
+                continue
             if number is None:
                 number = held[event["addr"]] = len(sizes) + len(held)
             order.append(~number)
@@ -274,11 +280,15 @@ def read_history(
     )
 
 
-def _segment(segment: Mapping[str, Any], held: Mapping[int, int], known: dict[object, int]) -> Segment:
-    blocks, address = [], segment["address"]
+def _blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    address = segment["address"]
     for block in segment["blocks"]:
-        blocks.append(Block(block["size"], block["state"] == "inactive", held.get(address)))
+        yield address, block
         address += block["size"]
+
+
+def _segment(segment: Mapping[str, Any], held: Mapping[int, int], known: dict[object, int]) -> Segment:
+    blocks = (Block(each["size"], each["state"] == "inactive", held.get(at)) for at, each in _blocks(segment))
     return Segment(
         address=segment["address"],
         pool=known.setdefault((segment.get("segment_pool_id", (0, 0)), segment["stream"]), len(known)),

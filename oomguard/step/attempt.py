@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from oomguard.memory.device import computes
 from oomguard.memory.storages import beside_the_device
 from oomguard.step.state import (
     STATEFUL,
@@ -31,6 +32,7 @@ from oomguard.step.state import (
 
 _MOVING_BYTES = 2**20  # tensors up to this size that calls write (spectral norm's vectors) are copied at every entry
 _NONE: list[Any] = []
+_MISSING = object()
 _LEADING = (*STATEFUL, types.FunctionType, types.MethodType)  # another one of these leads to another state
 _SMALL = 64  # containers up to this many entries are copied; from longer ones only new elements are taken back
 
@@ -49,6 +51,8 @@ class Watch:
         surveyed: A call with a backward has ended, so that all parameters that one reaches are known.
         strangers: How many of them were not found by the walk.
         missed: Optimizers that have stepped and were not found: the next walk starts from them, too.
+        is_new: No call has ended yet. Nobody knows what one writes: its attempts keep a full copy.
+        unseen: Tensors, with their names, that calls write without a trace in `_version` (through `.data`).
     """
 
     def __init__(self, function: Callable[..., Any], extra: object = None, arguments: Iterable[object] = ()) -> None:
@@ -61,8 +65,13 @@ class Watch:
         self.surveyed = False
         self.strangers = 0
         self.missed: list[torch.optim.Optimizer] = []
+        self.is_new = True
+        self.unseen: list[tuple[torch.Tensor, str]] = []
+        _let_gradients_go(found)
         self._known = {id(thing) for thing in (*self.parameters, *found.optimizers)}
-        self._states: dict[torch.optim.Optimizer, tuple[int, list[torch.Tensor]]] = {}
+        self._bindings: dict[torch.optim.Optimizer, _Bindings] = {}
+        # Loading a checkpoint gives an optimizer other state and other groups.
+        self._optimizers = [(o, o.state, o.param_groups, len(o.param_groups)) for o in found.optimizers]
         apart = {id(tensor) for tensor in self.norm_buffers}
         apart |= {id(t) for o in found.optimizers for state in o.state.values() for t in state.values()}
         apart |= {id(parameter.grad) for parameter in self.parameters}
@@ -71,11 +80,13 @@ class Watch:
         self._counting = [vars(thing) for thing in (*found.schedulers, *found.scalers)]
         self._counting += [group for optimizer in found.optimizers for group in optimizer.param_groups]
         self._containers = [c for _, c, owner in found.containers if not isinstance(owner, STATEFUL)]
+        self._containers += [container for _, container, _ in found.kept()]
         cells = [cell for _, cell in found.cells]
         names = [(table, key) for _, table, key in found.globals]
         # A name that stands for a model or an optimizer is not written by a step; any other may be a counter.
         self._cells = [cell for cell in cells if not isinstance(content_of(cell), STATEFUL)]
         self._globals = [(table, key) for table, key in names if not isinstance(table.get(key), STATEFUL)]
+        self._globals += found.rebound()
         self._modules = [module for _, module in found.modules]
         leaves = {id(parameter) for parameter in self.parameters}
         self._still = [t for t, _ in self.watched if id(t) not in leaves]  # as far as anyone knows
@@ -93,6 +104,7 @@ class Watch:
         lengths = [len(optimizer.state) for optimizer in self.found.optimizers]
         if lengths != self._lengths:
             self._complete, self._lengths = find_state(*self._start), lengths
+            _let_gradients_go(self._complete)
         return self._complete
 
     def knows(self, thing: object) -> bool:
@@ -101,13 +113,12 @@ class Watch:
         self._known.add(id(thing))
         return known
 
-    def state_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Return the tensors of *optimizer*'s state, looked up again when parameters have joined it."""
-        length, tensors = self._states.get(optimizer, (-1, []))
-        if length != len(optimizer.state):
-            tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-            self._states[optimizer] = (len(optimizer.state), tensors)
-        return tensors
+    def bindings_of(self, optimizer: torch.optim.Optimizer) -> _Bindings:
+        """Return what *optimizer*'s state binds now."""
+        known = self._bindings.get(optimizer)
+        if known is None or not known.still_hold():
+            known = self._bindings[optimizer] = _Bindings(optimizer)
+        return known
 
     def is_current(self) -> bool:
         """Tell whether the step still reaches the same objects: a new model or optimizer needs a new walk."""
@@ -117,7 +128,15 @@ class Watch:
         for table, key, value in self._roots:
             if table.get(key) is not value:
                 return False
+        for optimizer, state, groups, count in self._optimizers:
+            if optimizer.state is not state or optimizer.param_groups is not groups or len(groups) != count:
+                return False
         return not self.missed
+
+    def follow(self, earlier: Watch) -> None:
+        """Take over what *earlier* has learnt of the same tensors."""
+        self.is_new = earlier.is_new or not set(self.parameters) <= set(earlier.parameters)
+        self.unseen = [pair for pair in earlier.unseen if pair[0] in self.found.tensors]
 
     def copy_what_moves(self) -> None:
         """Copy small tensors that calls write from now on: those whose version has changed since the last call."""
@@ -149,6 +168,13 @@ def _note_versions(values: Iterable[object], noted: list[tuple[torch.Tensor, int
             _note_versions(value, noted)
 
 
+def _let_gradients_go(found: Found) -> None:
+    """Hold no gradient from one call to the next: each attempt looks up those of its own entry."""
+    for parameter in found.parameters:
+        if parameter.grad is not None:
+            found.tensors.pop(parameter.grad, None)
+
+
 def _by_kind(tensors: Iterable[torch.Tensor]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Pair tensors with room for a copy, in lists of one dtype and device: one kernel copies such a list."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -161,8 +187,97 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> list[tuple[list[torch.Tensor], 
 def _copied(watch: Watch) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
     """Copy to the host, once, what nobody knows yet to be written by calls."""
     first, watch._first = watch._first, []
+    return [(tensor, tensor._version, _on_host(tensor)) for tensor in first]
+
+
+class _Bindings:
+    """What an optimizer's state binds; kept from call to call as long as it binds the same."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        kind = type(optimizer)
+        self._state, self._outer = optimizer.state, list(optimizer.state.items())
+        self.tables = [(key, table, list(table.items())) for key, table in self._outer if isinstance(table, dict)]
+        values = [value for _, _, entries in self.tables for _, value in entries]
+        self.tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        self.lists = [value for value in values if isinstance(value, list)]
+        # PyTorch's own write their state in place, but for two. There a look at the last parameter is enough: it
+        # shows whether someone has bound all anew (moved to another device); looking at all costs what a call may.
+        self._binds_anew = not kind.__module__.startswith("torch.optim.") or kind.__name__ in ("LBFGS", "SparseAdam")
+        self._last = [*map(id, self._outer[-1][1].values())] if self._outer and not self._binds_anew else _NONE
+
+    def still_hold(self) -> bool:
+        """Tell whether the same objects are bound; since they are kept here, no other has the number of one."""
+        state = self._state
+        if self._binds_anew or len(state) != len(self._outer):
+            return False
+        return not state or [*map(id, next(reversed(state.values())).values())] == self._last
+
+    def restore(self) -> None:
+        """Bind the same again; what was created since is dropped."""
+        for container, entries in ((self._state, self._outer), *((table, held) for _, table, held in self.tables)):
+            if not same_entries(entries, entries_of(container)):
+                refill(container, entries)
+
+
+class _OptimizerState:
+    """What an optimizer's state holds before an update, which may write its tensors and bind others in their place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, bindings: _Bindings) -> None:
+        self._optimizer, self._bindings = optimizer, bindings
+        self._versions = [tensor._version for tensor in bindings.tensors]
+        self._lists = [list(held) for held in bindings.lists] if bindings.lists else _NONE
+
+    def restore(self) -> None:
+        """Bind what was bound: numbers and lists come back, and tensors that were not written in place."""
+        self._bindings.restore()
+        for held, entries in zip(self._bindings.lists, self._lists, strict=True):
+            if not same_entries(entries, held):
+                refill(held, entries)
+
+    def written(self, names: dict[torch.Tensor, str]) -> list[str]:
+        """Name the tensors that were written in place; *names* are those of the parameters."""
+        unknown = f"a parameter of {type(self._optimizer).__name__}"
+        tensors = [
+            (value, f"{key} of {names.get(parameter, unknown)}")
+            for parameter, _, entries in self._bindings.tables
+            for key, value in entries
+            if isinstance(value, torch.Tensor)
+        ]
+        pairs = zip(tensors, self._versions, strict=True)
+        written = [name for (tensor, name), version in pairs if tensor._version != version]
+        if written and _is_fused(self._optimizer):  # only the count of steps shows that the rest may have moved
+            return [f"the update of {type(self._optimizer).__name__}"]
+        return written
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number that changes when *tensor* is written."""
+    if not computes(tensor.device):
+        return torch.zeros(())
+    with beside_the_device(), torch.no_grad():
+        if tensor.is_floating_point() and tensor.device.type != "mps":  # which has no double precision
+            norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+            return norm
+        return tensor.sum()
+
+
+def _looks(watched: Iterable[tuple[torch.Tensor, str]]) -> list[tuple[int, torch.Tensor]]:
+    return [(tensor._version, _fingerprint(tensor)) for tensor, _ in watched]
+
+
+def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
     with beside_the_device():
-        return [(tensor, tensor._version, tensor.to("cpu", copy=True)) for tensor in first]
+        return bool(torch.isclose(now, before, rtol=0, atol=0, equal_nan=True))
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    with beside_the_device():
+        return tensor.detach().to("cpu", copy=True)
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether *optimizer* updates by kernels that leave no trace in `_version`."""
+    return any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _states_of(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
@@ -181,8 +296,8 @@ class Entry:
         watch: The step's state.
         args: The arguments of the call: its tensors must not be written.
         kwargs: Its keyword arguments.
-        copy: Keep a full copy on the host from the start. Otherwise one is made
-            when an optimizer begins its first update, and none for later ones.
+        copy: Keep a full copy on the host from the start. Otherwise the first call
+            does, and one is made when an optimizer begins its first update.
     """
 
     def __init__(
@@ -213,32 +328,58 @@ class Entry:
         self._scalers = [_states_of(scaler) for scaler in found.scalers] if found.scalers else _NONE
         self._containers = [_entries_or_length(c) for c in watch._containers] if watch._containers else _NONE
         self._cells = [content_of(cell) for cell in watch._cells] if watch._cells else _NONE
-        self._globals = [table.get(key) for table, key in watch._globals] if watch._globals else _NONE
+        self._globals = [table.get(key, _MISSING) for table, key in watch._globals] if watch._globals else _NONE
         self._training = [module.training for module in watch._modules] if found.sets_modes else _NONE
         for tensors, copies in watch._buffers:
             torch._foreach_copy_(copies, tensors)
+        self._closely = [(pair, _fingerprint(pair[0])) for pair in watch.unseen] if watch.unseen else _NONE
+        self._looks = _looks(self._watched) if watch.is_new else _NONE
+        copy = copy or watch.is_new
+        self._is_copied = copy
         self._saved = [Saved(watch.complete())] if copy else []
-        self._states: dict[torch.optim.Optimizer, tuple[int, list[torch.Tensor], list[int]]] = {}
+        self._gradient_copies = [_on_host(gradient) for _, gradient in self.gradients] if copy else None
+        self._lost_before: list[str] = _NONE  # what was written before there was a copy
+        self._states: dict[torch.optim.Optimizer, _OptimizerState] = {}
         self._unseen: list[str] = []  # updates that `_version` does not show
 
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Note *optimizer*'s state; before its first update, copy everything to the host."""
         watch = self._watch
+        if watch.is_new:
+            self.look()
         if id(optimizer) not in watch.settled:
+            if not self._is_copied:
+                self._is_copied, self._lost_before = True, self._written()
+                self._saved.append(Saved(watch.complete()))
             if not watch.knows(optimizer):
                 watch.missed.append(optimizer)
                 self._saved.append(Saved(find_state(_nothing, optimizer)))
-            if not self._saved:
-                self._saved.append(Saved(watch.complete()))
         if optimizer not in self._states:
-            tensors = watch.state_of(optimizer)
-            self._states[optimizer] = (len(optimizer.state), tensors, [tensor._version for tensor in tensors])
+            self._states[optimizer] = _OptimizerState(optimizer, watch.bindings_of(optimizer))
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that *optimizer* has completed an update."""
         self._watch.settled.add(id(optimizer))
-        if any(group.get("fused") for group in optimizer.param_groups):
+        if self._watch.is_new:
+            self.look()
+        if _is_fused(optimizer):
             self._unseen.append(f"the update of {type(optimizer).__name__}")
+
+    def look(self) -> None:
+        """Note, in a first call, what was written without a trace since the last look: later calls watch it closely."""
+        watch = self._watch
+        before, self._looks = self._looks, _looks(self._watched)
+        announced = {id(p) for o in watch.found.optimizers if _is_fused(o) for g in o.param_groups for p in g["params"]}
+        known = announced | {id(tensor) for tensor, _ in watch.unseen}
+        for pair, (version, value), (old_version, old_value) in zip(self._watched, self._looks, before, strict=True):
+            if version == old_version and not _same(value, old_value) and id(pair[0]) not in known:
+                watch.unseen.append(pair)
+
+    def call_ended(self) -> None:
+        """Note that the call has ended well: what it writes is known from now on."""
+        if self._watch.is_new:
+            self.look()
+            self._watch.is_new = False
 
     def adopt(self, leaves: Iterable[torch.Tensor]) -> None:
         """Note the gradients of leaves that the walk has not found, before a backward adds to them."""
@@ -249,6 +390,8 @@ class Entry:
                 if leaf.grad is not None:
                     self.gradients.append((leaf, leaf.grad))
                     self._gradient_versions.append(leaf.grad._version)
+                    if self._gradient_copies is not None:
+                        self._gradient_copies.append(_on_host(leaf.grad))
                     self._by_parameter = None
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -270,11 +413,14 @@ class Entry:
             but what surrounds the update (random states, counters, gradients) was put back.
         """
         lost = self._lost()
+        if self._gradient_copies:
+            with torch.no_grad():
+                for i in self._changed_gradients():
+                    self.gradients[i][1].copy_(self._gradient_copies[i])
         for saved in reversed(self._saved):
             saved.restore()
-        for optimizer, (length, _, _) in self._states.items():
-            for parameter in list(optimizer.state)[length:]:
-                del optimizer.state[parameter]
+        for state in self._states.values():
+            state.restore()
         self._restore_tables()
         self._restore_names()
         self._restore_tensors()
@@ -319,7 +465,9 @@ class Entry:
             if content_of(cell) is not content:
                 cell.cell_contents = content
         for (table, name), value in zip(self._watch._globals, self._globals, strict=True):
-            if table.get(name) is not value:
+            if value is _MISSING:
+                table.pop(name, None)
+            elif table.get(name, _MISSING) is not value:
                 table[name] = value
 
     def _lost(self) -> list[str]:
@@ -327,18 +475,32 @@ class Entry:
         names = [
             "an input of the step, written in place" for tensor, version in self._inputs if tensor._version != version
         ]
-        if not self._saved:
-            copied = {id(tensor) for tensor, _, _ in self._first}
-            pairs = zip(self._watched, self._versions, strict=True)
-            names += [name for (t, name), version in pairs if t._version != version and id(t) not in copied]
-            for optimizer, (_, tensors, versions) in self._states.items():
-                if [tensor._version for tensor in tensors] != versions:
-                    names.append(f"the state of {type(optimizer).__name__}")
-            # A gradient that the step has zeroed in place stays zero: the step will zero it again.
-            names += [
-                "a gradient that was there at entry"
-                for (_, gradient), version in zip(self.gradients, self._gradient_versions, strict=True)
-                if gradient._version != version and bool(gradient.detach().cpu().count_nonzero())
-            ]
-            names += self._unseen
+        if self._gradient_copies is None and self._changed_gradients():
+            names.append("a gradient that was there at entry")
+        names += self._lost_before if self._is_copied else self._written()
         return list(dict.fromkeys(names))
+
+    def _written(self) -> list[str]:
+        """Name the state that was written, whether or not it has a copy; gradients come back by another way."""
+        copied = {id(tensor) for tensor, _, _ in self._first}
+        pairs = zip(self._watched, self._versions, strict=True)
+        names = [name for (t, name), version in pairs if t._version != version and id(t) not in copied]
+        for state in self._states.values():
+            names += state.written(self._watch.found.tensors)
+        names += [name for (tensor, name), before in self._closely if not _same(_fingerprint(tensor), before)]
+        return names + self._unseen
+
+    def _changed_gradients(self) -> list[int]:
+        """Return the positions of the gradients at entry that were written."""
+        # GradScaler writes gradients without a trace in `_version`, but notes that it has.
+        unscaled = [_states_of(scaler) for scaler in self._watch.found.scalers] != self._scalers
+        pairs = zip(self.gradients, self._gradient_versions, strict=True)
+        found = [
+            i
+            for i, ((parameter, gradient), version) in enumerate(pairs)
+            if gradient._version != version or (unscaled and parameter.grad is gradient)
+        ]
+        if self._gradient_copies is not None:
+            return found
+        with beside_the_device():  # one that the step has zeroed in place stays zero: the step will zero it again
+            return [i for i in found if bool(self.gradients[i][1].detach().cpu().count_nonzero())]

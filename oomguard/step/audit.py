@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,17 +46,39 @@ class WriteAudit(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class ReadAudit(TorchDispatchMode):
+    """Note which tensors are read."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._read: set[int] = set()
+
+    def has_read(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Tell whether an operation has read one of *tensors*, which have been alive all the time."""
+        return any(_storage(tensor) in self._read for tensor in tensors)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not func.is_view:
+            self._read |= {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        return func(*args, **kwargs)
+
+
 class Audit(TorchDispatchMode):
     """
     Raise `Refusal` at the operation that makes pieces differ from the whole.
 
     Args:
         allowed: Tensors that every piece may write (running statistics).
+
+    Attributes:
+        refusal: What was raised, for a step that catches it.
     """
 
     def __init__(self, allowed: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._allowed = {_storage(tensor) for tensor in allowed}
+        self.refusal: Refusal | None = None
         self._born: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._stale: set[int] = set()
 
@@ -68,17 +90,21 @@ class Audit(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = {_storage(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         if not func.is_view and self._stale & inputs.keys():
-            raise Refusal(f"it reads parameters after their update ({_where(func)})")
+            self._refuse(f"it reads parameters after their update ({_where(func)})")
         for tensor in _written(func, args, kwargs):
             address = _storage(tensor)
             if address not in self._born and address not in self._allowed:
                 shape = tuple(tensor.shape)
-                raise Refusal(f"it writes a tensor of shape {shape} that it keeps between calls ({_where(func)})")
+                self._refuse(f"it writes a tensor of shape {shape} that it keeps between calls ({_where(func)})")
         outputs = func(*args, **kwargs)
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and _storage(tensor) not in inputs:
                 self._follow(tensor)
         return outputs
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.refusal = Refusal(reason)
+        raise self.refusal
 
     def _follow(self, tensor: torch.Tensor) -> None:
         # A weak reference, since holding the storages of a whole piece would take the memory that ran out.

@@ -17,6 +17,8 @@ on a step's first run in pieces by an audit of every operation.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -24,14 +26,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
+from torch._guards import TracingContext
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
 
+from oomguard.memory.device import computes
 from oomguard.step.attempt import Entry, Watch
-from oomguard.step.audit import Audit, Refusal, WriteAudit
+from oomguard.step.audit import Audit, ReadAudit, Refusal, WriteAudit
 from oomguard.step.state import Saved
 
 _HELD: tuple[tuple[type, tuple[str, ...]], ...] = (
@@ -83,6 +89,8 @@ class WholeRun:
 
     def backward(self, engine: Callable[..., Any], outputs: Sequence[Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Stand at the door: let *engine* run, with the gradients where this run wants them."""
+        if self._watch.is_new:
+            self._entry.look()
         if not self._watch.surveyed and kwargs.get("accumulate_grad"):
             self._entry.adopt(_leaves(outputs))
             self._surveys = True
@@ -166,6 +174,20 @@ class WholeRun:
             parameter.grad = own
 
 
+def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a run remember what *method* refuses: a step that catches errors must not go on as if nothing were."""
+
+    @functools.wraps(method)
+    def remembering(self: PiecewiseRun, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Refusal as refusal:
+            self._refusal = refusal
+            raise
+
+    return remembering
+
+
 class PiecewiseRun(WholeRun):
     """
     One call of a step in pieces.
@@ -196,6 +218,7 @@ class PiecewiseRun(WholeRun):
         self._counts: dict[int, list[float]] = {}  # what losses divide by, for each item, by the same number
         self._calls: list[tuple[object, ...]] = []  # backwards and updates of the first piece
         self._call = 0
+        self._refusal: Refusal | None = None  # for a step that catches it
         self._holding = 0  # depth of held calls that run for real
         self._audit: Audit | None = None
         self._writes: WriteAudit | None = None
@@ -230,15 +253,43 @@ class PiecewiseRun(WholeRun):
                 parameter.grad = None
 
     def _run_piece(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        modes: list[Any] = []
         if self._audited and self._piece == 0:
             self._audit = Audit(self._watch.norm_buffers)
+            modes.append(self._audit)
         elif self._audited and self.is_last:
             self._writes = WriteAudit(self._watch.parameters)
+            modes.append(self._writes)
+        kept, reads = [], ReadAudit()
+        if self._audited and self._piece <= 1:  # the second reads what the first has kept
+            kept = self._watch.found.kept_tensors()
+            modes.append(reads)
         try:
-            with self._audit or self._writes or contextlib.nullcontext():
-                return self._call_piece(function, args, kwargs)
+            with contextlib.ExitStack() as stack:
+                if modes and "torch._dynamo" in sys.modules:
+                    # Under a mode compiled functions run as they were written, and some versions never compile them
+                    # again, unless they were told to.
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                for mode in modes:
+                    stack.enter_context(mode)
+                result = self._call_piece(function, args, kwargs)
+        except Exception:
+            self._raise_refusal()  # which the step may have wrapped
+            raise
+        else:
+            self._raise_refusal()  # or swallowed
         finally:
             self._audit = None
+        for name, table, key, tensors in kept:
+            now = {id(leaf) for leaf in tree_leaves(table.get(key))}
+            if now.isdisjoint(map(id, tensors)) and reads.has_read(tensors):
+                raise Refusal(f"it keeps {name} from one call to the next, and every piece would change it")
+        return result
+
+    def _raise_refusal(self) -> None:
+        refusal = self._refusal or (self._audit.refusal if self._audit is not None else None)
+        if refusal is not None:
+            raise refusal from None
 
     def _call_piece(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -271,8 +322,11 @@ class PiecewiseRun(WholeRun):
 
     # The door
 
+    @_remembered
     def backward(self, engine: Callable[..., Any], outputs: Sequence[Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Weight what flows in, and gather what flows out."""
+        if self._watch.is_new:
+            self._entry.look()
         gradients, _, create_graph, inputs, *_ = args
         if not kwargs.get("accumulate_grad"):
             self._check_grad(outputs, inputs)
@@ -330,7 +384,8 @@ class PiecewiseRun(WholeRun):
     def _check_counts(self, outputs: Sequence[Any], number: int) -> None:
         """Compare what a cross entropy divides by with the first piece: ignored targets and class weights vary."""
         size = self._sizes[self._piece]
-        counts = [float(node._saved_total_weight) / size for node in _cross_entropies(outputs)]
+        totals = [node._saved_total_weight for node in _cross_entropies(outputs)]
+        counts = [float(total) / size for total in totals if computes(total.device)]
         expected = self._counts.setdefault(number, counts)
         if any(abs(count - first) > _ROUNDING * abs(first) for count, first in zip(counts, expected, strict=False)):
             raise Refusal(
@@ -348,6 +403,7 @@ class PiecewiseRun(WholeRun):
 
     # What counts calls
 
+    @_remembered
     def update_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare, and hold back in all pieces but the last."""
         if not self._holding:
@@ -371,6 +427,7 @@ class PiecewiseRun(WholeRun):
         if self.is_last:
             super().update_ended(optimizer)
 
+    @_remembered
     def counts(self, real: Callable[..., Any], name: str, owner: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run what counts calls in the last piece only."""
         if self._holding:
@@ -478,18 +535,29 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, make: Callable[[
     setattr(owner, name, make(real))
 
 
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep *function* out of a step that is compiled; `torch.compiler.disable` would import the compiler right away."""
+    wrapped: Callable[..., Any] = _disable_dynamo(function)
+    return wrapped
+
+
 def _open_door(undo: contextlib.ExitStack) -> None:
     def make(engine: Callable[..., Any]) -> Callable[..., Any]:
+        @_not_compiled
         def door(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             run = _running.get()
-            return engine(outputs, *args, **kwargs) if run is None else run.backward(engine, outputs, args, kwargs)
+            if run is None or TracingContext.try_get() is not None:  # a compiler differentiates what it traces
+                return engine(outputs, *args, **kwargs)
+            return run.backward(engine, outputs, args, kwargs)
 
         return door
 
+    @_not_compiled
     def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (run := _running.get()) is not None:
             run.update_begins(optimizer, args, kwargs)
 
+    @_not_compiled
     def ended(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if (run := _running.get()) is not None:
             run.update_ended(optimizer)
@@ -502,6 +570,7 @@ def _open_door(undo: contextlib.ExitStack) -> None:
 def _hold_calls(undo: contextlib.ExitStack) -> None:
     def hold(name: str) -> Callable[[Any], Any]:
         def make(real: Callable[..., Any]) -> Callable[..., Any]:
+            @_not_compiled
             def held(owner: Any, *args: Any, **kwargs: Any) -> Any:
                 run = _running.get()
                 return real(owner, *args, **kwargs) if run is None else run.counts(real, name, owner, args, kwargs)

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from oomguard.memory.storages import beside_the_device
 
@@ -34,6 +35,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, 
 _CONTAINERS = (dict, list, set, deque, tuple)
 STATEFUL = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+_MODULE_OWN = frozenset(vars(nn.Module()))
 _NUMBERS = (int, float, str)
 _MISSING = object()
 
@@ -56,6 +58,7 @@ class Found:
     iterators: list[str] = field(default_factory=list)  # what is taken from them can't be put back
     draws_python: bool = False  # the code names the generators of Python or NumPy
     sets_modes: bool = False  # the code names `train` or `eval`
+    stores: set[str] = field(default_factory=set)  # attributes that the code sets
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -71,6 +74,37 @@ class Found:
         """The running statistics of normalisation layers; their kernels write them without a trace in `_version`."""
         norms = (m for _, m in self.modules if getattr(m, "track_running_stats", False))
         return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+    def rebound(self) -> list[tuple[dict[str, Any], str]]:
+        """The places of modules where calls may put something else: a counter, a hidden state, a running centre."""
+        places: list[tuple[dict[str, Any], str]] = []
+        for _, module in self.modules:
+            tables: tuple[dict[str, Any], ...] = (module._buffers, module._parameters, vars(module))
+            own = set(_stores(type(module)))  # type: ignore[arg-type] # a class is hashable
+            own |= {name for name in self.stores if any(name in table for table in tables)}
+            places += [(next((table for table in tables if name in table), vars(module)), name) for name in own]
+        return places
+
+    def kept_tensors(self) -> list[tuple[str, dict[str, Any], str, list[torch.Tensor]]]:
+        """Return where modules keep tensors that are no parameters: name, table, key, and the tensors there now."""
+        found = []
+        for name, module in self.modules:
+            for table in (module._buffers, vars(module)):
+                for key, value in table.items():
+                    if key not in _MODULE_OWN and isinstance(value, torch.Tensor | list | tuple):
+                        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+                        found += [(f"{name}.{key}", table, key, tensors)] * bool(tensors)
+        return found
+
+    def kept(self) -> list[tuple[str, Any, object]]:
+        """What modules of the user's own keep beside their tables: lists, dictionaries and the like."""
+        apart = {id(vars(module)) for _, module in self.modules}
+        apart |= {id(vars(module).get(name)) for _, module in self.modules for name in _MODULE_OWN}
+        return [
+            (name, container, owner)
+            for name, container, owner in self.containers
+            if isinstance(owner, nn.Module) and id(container) not in apart and _top(_module_of(owner)) != "torch"
+        ]
 
     def names(self) -> tuple[str, ...]:
         """One line for each thing found, as a report prints it."""
@@ -178,6 +212,7 @@ class _Walk:
     def _code(self, function: types.FunctionType) -> None:
         self._seen.add(id(function))
         names, attributes = _names_in(function.__code__)
+        self.found.stores |= _stored(function.__code__)
         self.found.sets_modes |= not {"train", "eval"}.isdisjoint(attributes)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen and content_of(cell) is not _MISSING:
@@ -322,6 +357,23 @@ def _names_in(code: types.CodeType) -> tuple[list[str], list[str]]:
             names.update(dict.fromkeys(inner[0]))
             attributes.update(dict.fromkeys(inner[1]))
     return list(names), list(attributes)
+
+
+def _stored(code: types.CodeType) -> set[str]:
+    """Return the attributes that *code*, and the functions defined in it, set."""
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "STORE_ATTR"}
+    return names.union(*(_stored(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)))
+
+
+@functools.cache
+def _stores(cls: type) -> frozenset[str]:
+    """Return the attributes that methods of *cls* set once an object is made."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if _top(base.__module__) not in ("torch", "builtins"):
+            methods = [_unwrap(method) for name, method in vars(base).items() if name != "__init__"]
+            names |= set().union(*(_stored(m.__code__) for m in methods if isinstance(m, types.FunctionType)))
+    return frozenset(names)
 
 
 def content_of(cell: types.CellType) -> object:

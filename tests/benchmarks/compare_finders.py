@@ -90,6 +90,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     lines = [heading]
     for name in dict.fromkeys(row["finder"] for row in rows):
         mine = [row for row in rows if row["finder"] == name and row["answer"] is not None]
+        if not mine:
+            continue
         shares = [row["answer"] / row["truth"] for row in mine]
         costs = [row["samples"] / row["truth"] for row in mine]
         lines.append(

@@ -59,7 +59,8 @@ class Counted:
 
     def reset(self) -> None:
         """Forget all training and all counts, and come back to the card if a finder has left it."""
-        self.model.cuda()
+        if next(self.model.parameters()).device.type != "cuda":
+            self.model.cuda()
         self.optimizer.state.clear()
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.model.parameters():
@@ -226,8 +227,8 @@ CASES = {
 
 
 def _oomguard(search: str) -> Callable[[Counted, int], int]:
-    def find(case: Counted, above: int) -> int:  # noqa: ARG001
-        def batch(size: int, device: torch.device) -> Any:  # noqa: ARG001
+    def find(case: Counted, above: int) -> int:
+        def batch(size: int, device: torch.device) -> Any:
             return torch.empty(size)
 
         @fit_batch(inputs={"x": Input(make=batch)}, state=case, device="cuda", headroom=0, search=search)
@@ -244,7 +245,7 @@ def _oomguard(search: str) -> Callable[[Counted, int], int]:
     return find
 
 
-def _article(case: Counted, above: int) -> int:  # noqa: ARG001
+def _article(case: Counted, above: int) -> int:
     size, answer = 2, 0
     while True:
         try:
@@ -257,7 +258,7 @@ def _article(case: Counted, above: int) -> int:  # noqa: ARG001
 
 
 def _lightning(mode: str) -> Callable[[Counted, int], int]:
-    def find(case: Counted, above: int) -> int:  # noqa: ARG001
+    def find(case: Counted, above: int) -> int:
         import lightning  # noqa: PLC0415 - an extra, and slow
 
         class Module(lightning.LightningModule):
@@ -267,7 +268,7 @@ def _lightning(mode: str) -> Callable[[Counted, int], int]:
                 self.model, self.batch_size = case.model, 2
                 self.counter = nn.Parameter(torch.zeros(1))  # Lightning counts the steps of an optimizer
 
-            def training_step(self, batch: Any) -> None:  # noqa: ARG002
+            def training_step(self, batch: Any) -> None:
                 case.run(self.batch_size)
                 self.optimizers().step()
 
@@ -334,11 +335,11 @@ def _batch_probe(case: Counted, above: int) -> int:
     return int(batch_probe.probe(work, high=above, headroom=0, backend="torch", verbose=False))
 
 
-def _batch_finder(case: Counted, above: int) -> int | None:  # noqa: ARG001
+def _batch_finder(case: Counted, above: int) -> int | None:
     """Make its own inputs and losses, so only models of one image batch can be given to it."""
     from batch_finder import find_max_minibatch  # noqa: PLC0415 - an extra
 
-    if type(case.model).__module__.split(".")[0] != "torchvision" or case.scaler or case.make(1)[0].dim() != 4:  # noqa: PLR2004
+    if type(case.model).__module__.split(".")[0] != "torchvision" or case.scaler or case.make(1)[0].dim() != 4:
         return None
 
     def count(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

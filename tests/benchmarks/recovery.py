@@ -128,13 +128,10 @@ def main() -> None:
     print(f"the same batch in two pieces      {median([each.retry for each in rounds])}")
     print(f"the second call, in two pieces    {median(second)}")
     print(f"the sixth call, in two pieces     {median([each.later[-1] for each in rounds])}")
-    print(
-        f"two halves that never ran out     {1000 * pieces:8.1f} ms, second call / this: {statistics.median(second) / pieces:.2f}"
-    )
-    growth = max(each.held[-1] - each.held[1] for each in rounds)
-    print(
-        f"held after the call that ran out  {rounds[0].held[1] - rounds[0].held[0]:8} bytes more than before it: gradients"
-    )
+    print(f"two halves that never ran out     {median([pieces])}")
+    print(f"the second call beside these      {statistics.median(second) / pieces:8.2f} x")
+    more, growth = (max(each.held[i] - each.held[k] for each in rounds) for i, k in ((1, 0), (-1, 1)))
+    print(f"held after the call that ran out  {more:8} bytes more than before, which are the gradients")
     print(f"held five calls later             {growth:8} bytes more than that")
 
 
