@@ -10,7 +10,10 @@ from oomguard.testing import fake_gpu
 
 _REASON = fake_gpu.why_not()
 
-needs_fake_gpu = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
+
+def needs_fake_gpu(test):
+    """Mark a test that runs children on the fake GPU, and skip it where that can't work."""
+    return pytest.mark.fake_gpu(pytest.mark.skipif(_REASON is not None, reason=str(_REASON))(test))
 
 
 def child_on_fake_gpu(arguments, capacity="16GiB", *, timeout=240, variables=None, **options):

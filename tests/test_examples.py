@@ -33,7 +33,7 @@ def test_digits_reaches_97_percent_in_pieces():
 
     accuracy = float(re.search(r"test accuracy ([\d.]+)", printed)[1])
     assert accuracy >= 0.97
-    assert re.search(r"train_step on cpu: batch size \d+ \(search: bisect", printed)
+    assert re.search(r"train_step on cpu: batch size \d+ \(search: replay", printed)
     assert re.search(r"81 guarded calls: 1 out-of-memory error met, 41 run in pieces", printed)
 
 
