@@ -285,9 +285,7 @@ def _lightning(mode: str) -> Callable[[Counted, int], int]:
             quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
             trainer = lightning.Trainer(accelerator="gpu", devices=1, max_steps=10**6, default_root_dir=folder, **quiet)
             tuner = lightning.pytorch.tuner.Tuner(trainer)
-            return int(
-                tuner.scale_batch_size(Module(), mode=mode, steps_per_trial=STEPS, max_trials=40, max_val=10**9) or 0
-            )
+            return int(tuner.scale_batch_size(Module(), mode=mode, steps_per_trial=STEPS, max_trials=40) or 0)
 
     return find
 
