@@ -83,6 +83,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": _Language,
     "LSTM": _Recurrent,
 }
+_UNMOVED = {"CNN": "model.0.bias"}  # batch norm takes away what it adds: it is written and stays as it was
 _DIFFERS_IN_PIECES = {"CNN", "transformer"}  # batch statistics and dropout masks: each piece has its own
 
 
@@ -489,8 +490,9 @@ def _check_changes(cell: Cell, mode: Mode, allocation: int, error: RestoreError,
         raise Wrong("a RestoreError in the step that creates the optimizer's state")
     if not changed:
         raise Wrong("a RestoreError, and nothing has changed")
-    if changed != set(error.changed):
-        raise Wrong(f"not named: {sorted(changed - set(error.changed))}, named: {sorted(set(error.changed) - changed)}")
+    named = set(error.changed)
+    if changed != named and changed != named - {_UNMOVED.get(cell.model)}:
+        raise Wrong(f"not named: {sorted(changed - named)}, named: {sorted(named - changed)}")
     if "last checkpoint" not in str(error):
         raise Wrong("a RestoreError that does not say how to go on")
     updates = layout(cell, mode).updates
@@ -520,11 +522,11 @@ def table(found: Mapping[Cell, list[Point]]) -> str:
     counts = {cell: Counter(point.verdict for point in judged) for cell, judged in found.items()}
     totals = sum(counts.values(), Counter[str]())
     heads = [f"{optimizer}, {model}" for optimizer, model in itertools.product(OPTIMIZERS, MODELS)]
-    lines = [" / ".join(VERDICTS), f"{'':24}" + "".join(f"{style:>25}" for style in STYLES)]
+    lines = [" / ".join(VERDICTS), f"{'':28}" + "".join(f"{style:>25}" for style in STYLES)]
     for head, (optimizer, model) in zip(heads, itertools.product(OPTIMIZERS, MODELS), strict=True):
         row = [counts.get(Cell(optimizer, model, style)) for style in STYLES]
         texts = ["-" if count is None else " / ".join(str(count[v]) for v in VERDICTS) for count in row]
-        lines.append(f"{head:24}" + "".join(f"{text:>25}" for text in texts))
+        lines.append(f"{head:28}" + "".join(f"{text:>25}" for text in texts))
     late = sum(point.is_late for judged in found.values() for point in judged)
     lines.append(
         f"{totals.total()} allocation points: {totals[EXACT]} exact, {totals[AS_BEFORE]} refused as before, "
