@@ -142,6 +142,7 @@ def attempt(
         _undo(entry, error)  # from the start: an interrupt must not leave anything in between
         raise
     if lost:
+        entry.goes_on()  # the next time there is a copy
         raise RestoreError(
             f"oomguard: memory ran out in {record.step.name}, and what it had written by then has no copy and can't be "
             f"put back: {_some(lost)}. Go on from the last checkpoint; with "

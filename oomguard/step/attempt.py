@@ -48,6 +48,9 @@ class Watch:
         watched: Tensors, with their names, that an attempt should leave unwritten until its update.
         settled: Optimizers (by `id`) that have completed an update. Before that, an
             update creates state, in the middle of which `_version` can't help.
+        followed: Optimizers (by `id`) whose update was not the end of a call: memory may run out behind it, so
+            that what they write is copied before they do.
+        early: Tensors that the step itself writes before the end of a call, copied at entry for the same reason.
         surveyed: A call with a backward has ended, so that all parameters that one reaches are known.
         strangers: How many of them were not found by the walk.
         missed: Optimizers that have stepped and were not found: the next walk starts from them, too.
@@ -62,6 +65,8 @@ class Watch:
         self.parameters = found.parameters
         self.norm_buffers = found.norm_buffers()
         self.settled: set[int] = set()
+        self.followed: set[int] = set()
+        self.early: dict[torch.Tensor, None] = {}
         self.surveyed = False
         self.strangers = 0
         self.missed: list[torch.optim.Optimizer] = []
@@ -137,6 +142,8 @@ class Watch:
         """Take over what *earlier* has learnt of the same tensors."""
         self.is_new = earlier.is_new or not set(self.parameters) <= set(earlier.parameters)
         self.unseen = [pair for pair in earlier.unseen if pair[0] in self.found.tensors]
+        self.followed = earlier.followed & set(map(id, self.found.optimizers))
+        self.early = {tensor: None for tensor in earlier.early if tensor in self.found.tensors}
 
     def copy_what_moves(self) -> None:
         """Copy small tensors that calls write from now on: those whose version has changed since the last call."""
@@ -185,9 +192,9 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> list[tuple[list[torch.Tensor], 
 
 
 def _copied(watch: Watch) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
-    """Copy to the host, once, what nobody knows yet to be written by calls."""
+    """Copy to the host what calls write early, and once what nobody knows yet to be written by them."""
     first, watch._first = watch._first, []
-    return [(tensor, tensor._version, _on_host(tensor)) for tensor in first]
+    return [(tensor, tensor._version, _on_host(tensor)) for tensor in (*first, *watch.early)]
 
 
 class _Bindings:
@@ -220,22 +227,36 @@ class _Bindings:
 
 
 class _OptimizerState:
-    """What an optimizer's state holds before an update, which may write its tensors and bind others in their place."""
+    """
+    What an optimizer's state holds before an update, which may write its tensors and bind others in their place.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, bindings: _Bindings) -> None:
+    Attributes:
+        copied: What the update writes, with copies on the host; empty unless asked for.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, bindings: _Bindings, *, copy: bool) -> None:
         self._optimizer, self._bindings = optimizer, bindings
         self._versions = [tensor._version for tensor in bindings.tensors]
         self._lists = [list(held) for held in bindings.lists] if bindings.lists else _NONE
+        self.copied: dict[torch.Tensor, torch.Tensor] = {}
+        if copy:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            self.copied = {tensor: _on_host(tensor) for tensor in (*parameters, *bindings.tensors)}
 
     def restore(self) -> None:
-        """Bind what was bound: numbers and lists come back, and tensors that were not written in place."""
+        """Bind what was bound: numbers and lists come back, and tensors that were copied or not written in place."""
+        with torch.no_grad():
+            for tensor, copied in self.copied.items():
+                tensor.copy_(copied)
         self._bindings.restore()
         for held, entries in zip(self._bindings.lists, self._lists, strict=True):
             if not same_entries(entries, held):
                 refill(held, entries)
 
     def written(self, names: dict[torch.Tensor, str]) -> list[str]:
-        """Name the tensors that were written in place; *names* are those of the parameters."""
+        """Name the tensors that were written in place and have no copy; *names* are those of the parameters."""
+        if self.copied:
+            return []
         unknown = f"a parameter of {type(self._optimizer).__name__}"
         tensors = [
             (value, f"{key} of {names.get(parameter, unknown)}")
@@ -323,7 +344,7 @@ class Entry:
             watch.copy_what_moves()
         self._watched = watch.watched
         self._versions = [tensor._version for tensor, _ in self._watched]
-        self._first = _copied(watch) if watch._first else _NONE
+        self._first = _copied(watch) if watch._first or watch.early else _NONE
         self._counting = [dict(table) for table in watch._counting]
         self._scalers = [_states_of(scaler) for scaler in found.scalers] if found.scalers else _NONE
         self._containers = [_entries_or_length(c) for c in watch._containers] if watch._containers else _NONE
@@ -340,11 +361,14 @@ class Entry:
         self._gradient_copies = [_on_host(gradient) for _, gradient in self.gradients] if copy else None
         self._lost_before: list[str] = _NONE  # what was written before there was a copy
         self._states: dict[torch.optim.Optimizer, _OptimizerState] = {}
+        self._updated: list[torch.optim.Optimizer] = []  # those that have completed an update
+        self._updating: torch.optim.Optimizer | None = None
+        self._has_gone_on = watch.is_new  # look at what was written before a backward
         self._unseen: list[str] = []  # updates that `_version` does not show
 
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note *optimizer*'s state; before its first update, copy everything to the host."""
-        watch = self._watch
+        """Note *optimizer*'s state; before its first update, copy everything to the host, and if it is not the last."""
+        watch, self._updating = self._watch, optimizer
         if watch.is_new:
             self.look()
         if id(optimizer) not in watch.settled:
@@ -355,15 +379,32 @@ class Entry:
                 watch.missed.append(optimizer)
                 self._saved.append(Saved(find_state(_nothing, optimizer)))
         if optimizer not in self._states:
-            self._states[optimizer] = _OptimizerState(optimizer, watch.bindings_of(optimizer))
+            copy = not self._is_copied and id(optimizer) in watch.followed
+            self._states[optimizer] = _OptimizerState(optimizer, watch.bindings_of(optimizer), copy=copy)
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that *optimizer* has completed an update."""
         self._watch.settled.add(id(optimizer))
         if self._watch.is_new:
             self.look()
-        if _is_fused(optimizer):
+        self._updated.append(optimizer)
+        self._updating = None
+        if _is_fused(optimizer) and not self._states[optimizer].copied:
             self._unseen.append(f"the update of {type(optimizer).__name__}")
+
+    def goes_on(self) -> None:
+        """Note what was written before the end of the call, at a backward or when memory has run out."""
+        if self._updating is not None:
+            return
+        if self._updated or self._has_gone_on:
+            watch = self._watch
+            watch.followed.update(map(id, self._updated))
+            own = {id(p) for optimizer in self._states for group in optimizer.param_groups for p in group["params"]}
+            pairs = zip(self._watched, self._versions, strict=True)
+            written = [t for (t, _), version in pairs if t._version != version]
+            early = [t for t in (*written, *(t for t, _ in watch.unseen)) if id(t) not in own]
+            watch.early.update(dict.fromkeys(early))
+        self._has_gone_on = True
 
     def look(self) -> None:
         """Note, in a first call, what was written without a trace since the last look: later calls watch it closely."""
@@ -446,7 +487,7 @@ class Entry:
     def _restore_tensors(self) -> None:
         with torch.no_grad():
             for tensor, version, copied in self._first:
-                if tensor._version != version:
+                if tensor._version != version or tensor in self._watch.early:  # which `.data` may have written
                     tensor.copy_(copied)
             for tensors, copies in self._watch._buffers:
                 torch._foreach_copy_(tensors, copies)
@@ -483,11 +524,13 @@ class Entry:
     def _written(self) -> list[str]:
         """Name the state that was written, whether or not it has a copy; gradients come back by another way."""
         copied = {id(tensor) for tensor, _, _ in self._first}
+        copied |= {id(tensor) for state in self._states.values() for tensor in state.copied}
         pairs = zip(self._watched, self._versions, strict=True)
         names = [name for (t, name), version in pairs if t._version != version and id(t) not in copied]
         for state in self._states.values():
             names += state.written(self._watch.found.tensors)
-        names += [name for (tensor, name), before in self._closely if not _same(_fingerprint(tensor), before)]
+        closely = [(pair, before) for pair, before in self._closely if id(pair[0]) not in copied]
+        names += [name for (tensor, name), before in closely if not _same(_fingerprint(tensor), before)]
         return names + self._unseen
 
     def _changed_gradients(self) -> list[int]:

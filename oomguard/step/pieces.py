@@ -91,6 +91,7 @@ class WholeRun:
         """Stand at the door: let *engine* run, with the gradients where this run wants them."""
         if self._watch.is_new:
             self._entry.look()
+        self._entry.goes_on()
         if not self._watch.surveyed and kwargs.get("accumulate_grad"):
             self._entry.adopt(_leaves(outputs))
             self._surveys = True
@@ -327,6 +328,7 @@ class PiecewiseRun(WholeRun):
         """Weight what flows in, and gather what flows out."""
         if self._watch.is_new:
             self._entry.look()
+        self._entry.goes_on()
         gradients, _, create_graph, inputs, *_ = args
         if not kwargs.get("accumulate_grad"):
             self._check_grad(outputs, inputs)
