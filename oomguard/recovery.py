@@ -22,6 +22,8 @@ from oomguard.step.pieces import PiecewiseRun, WholeRun
 
 _T = TypeVar("_T")
 _AMBIGUOUS_TRIES = 2
+_RECENT = 8  # good calls after an OOM in which what is held is looked at
+_LEAKS = 3  # failed attempts in a row: a library's workspaces may come up in one or two
 _UPDATES = ("whole", "each")
 _REDUCTIONS = ("mean", "sum")
 
@@ -87,6 +89,7 @@ class Record:
     audited: bool = False
     good: int = 0  # calls since the last event
     ooms: int = 0
+    growths: list[int] = field(default_factory=list)  # by how much failed attempts in a row raised what is held
     read: dict[tuple[object, ...], int | None] = field(default_factory=dict)  # by shapes, what `_known_limit` said
     read_for: list[Limit] = field(default_factory=list)  # under these limits
 
@@ -111,6 +114,8 @@ def attempt(
     Source: https://docs.pytorch.org/docs/stable/notes/faq.html, "My out of memory
     exception handler can't allocate memory".
     """
+    # Asking the device takes as long as all else that a good call costs: only where memory has just run out.
+    held = memory_of(record.device).allocated_bytes() if record.ooms and record.good < _RECENT else None
     entry = _with_room(record.device, lambda: Entry(record.watch, args, kwargs, copy=copy))
     try:
         result = work(entry)
@@ -152,7 +157,25 @@ def attempt(
     if failure.verdict is Verdict.OOM:
         record.ooms += 1
         _free(record.device)
+        if held is not None:
+            _require_level(record, held, memory_of(record.device).allocated_bytes())
     return None, failure
+
+
+def _require_level(record: Record, before: int, now: int) -> None:
+    """Stop where one attempt after the other leaves memory behind: smaller pieces can't help against that."""
+    if now <= before:
+        record.growths.clear()
+        return
+    record.growths.append(now - before)
+    if len(record.growths) >= _LEAKS:
+        left = ", ".join(map(format_bytes, record.growths))
+        raise SplitError(
+            f"oomguard: {record.step.name} runs out of memory, and every attempt leaves some behind once it is undone: "
+            f"{left} in the last {_LEAKS}, so that {format_bytes(now)} are held now. Something that the step calls "
+            "keeps tensors or exceptions: a list or a queue, a logger, a hook. Move that out of the step, or let it "
+            "keep numbers (loss.item()) or copies on the host. Everything else is as it was before the attempt."
+        )
 
 
 def _with_room(device: torch.device, work: Callable[[], _T]) -> _T:

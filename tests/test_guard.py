@@ -1,5 +1,6 @@
 """What the guard does around a step: when it acts, what it says, and what it leaves alone."""
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -894,6 +895,63 @@ def test_an_error_that_someone_keeps_holds_nothing_of_the_attempt():
 
     assert len(Kept.errors) == 1
     assert [reference() for reference in Kept.references] == [None] * 3
+
+
+class Leaks:
+    """What every failed attempt leaves behind, on a class where no guard finds it."""
+
+    kept: list[torch.Tensor] = []  # noqa: RUF012
+    now = True
+
+    @classmethod
+    def step(cls, x):
+        h = x * 2
+        if cls.now:
+            cls.kept.append(h)
+        if len(x) > 1:
+            raise torch.OutOfMemoryError(OOM)
+        return h
+
+    @classmethod
+    def step_that_leaks_whole_batches(cls, x):
+        if len(x) < 8:
+            return x * 2
+        return cls.step(x)
+
+
+@pytest.fixture
+def leaks(monkeypatch):
+    monkeypatch.setattr(Leaks, "kept", [])
+    monkeypatch.setattr(Leaks, "now", True)
+    return Leaks
+
+
+def test_where_every_attempt_leaves_memory_behind_the_error_says_how_much(leaks):
+    with simulate_oom("1MiB"), oom_guard() as guard, pytest.raises(SplitError) as caught:
+        guard.run(leaks.step, torch.ones(16, 256))
+
+    assert [event.new_size for event in guard.report.events] == [8, 4, 2]
+    assert "every attempt leaves some behind" in str(caught.value)
+    # The first attempt pays for no look at the memory, but its 16 KiB and the 16 KiB of the batch are held.
+    assert "8.00 KiB, 4.00 KiB, 2.00 KiB in the last 3, so that 46.00 KiB are held now" in str(caught.value)
+
+
+@pytest.mark.parametrize("leaking_calls", [3, 4])
+def test_attempts_that_leave_memory_behind_are_counted_from_call_to_call(leaks, leaking_calls):
+    with simulate_oom("1MiB"), oom_guard(grow_after=1) as guard:
+        for _ in range(leaking_calls - 1):
+            guard.run(leaks.step_that_leaks_whole_batches, torch.ones(8, 256))
+        with pytest.raises(SplitError, match="every attempt") if leaking_calls > 3 else contextlib.nullcontext():
+            guard.run(leaks.step_that_leaks_whole_batches, torch.ones(8, 256))
+
+
+def test_memory_that_stays_once_in_a_while_stops_nothing(leaks):
+    with simulate_oom("1MiB"), oom_guard(grow_after=1) as guard:
+        for i in range(12):
+            leaks.now = i % 3 < 2  # a library's workspace
+            guard.run(leaks.step_that_leaks_whole_batches, torch.ones(8, 256))
+
+    assert guard.report.ooms == 12
 
 
 def test_a_refusal_is_an_oom_for_those_who_catch_one():

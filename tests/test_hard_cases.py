@@ -460,7 +460,9 @@ def test_memory_runs_out_when_the_loss_is_read_after_the_update(call, snapshot_k
     assert found[-1] == (OUTSIDE if call and not snapshot_kept else EXACT)
 
 
-@pytest.mark.parametrize("make", [catalogue.averaged_model, catalogue.evaluation_after_update, catalogue.update_by_hand])
+@pytest.mark.parametrize(
+    "make", [catalogue.averaged_model, catalogue.evaluation_after_update, catalogue.update_by_hand]
+)
 def test_a_guard_that_met_an_oom_behind_an_update_can_undo_it_the_next_time(make):
     run, guard, memory = make(), oom_guard(update="each"), simulate_oom("1GiB")
     with guard, memory:
@@ -477,7 +479,7 @@ def test_a_guard_that_met_an_oom_behind_an_update_can_undo_it_the_next_time(make
     with guard, simulate_oom(fail_at=last) as device:
         guard.run(run.step, x, y)
 
-    for piece in zip(x.split(4), y.split(4)):
+    for piece in zip(x.split(4), y.split(4), strict=True):
         expected.step(*piece)
     assert device.allocations > last
     assert_same(snapshot(run), snapshot(expected))

@@ -73,6 +73,9 @@ class DeviceMemory(Protocol):
     def peak_bytes(self) -> int:
         """Return the peak so far, as an event of the guard reports it."""
 
+    def allocated_bytes(self) -> int:
+        """Return what tensors take now; 0 where the device does not say."""
+
     def is_short(self) -> bool:
         """Tell whether little memory is left: what makes an ambiguous error look like an out-of-memory one."""
 
@@ -148,6 +151,9 @@ class _Caching:
     def peak_bytes(self) -> int:
         return int(self._module.max_memory_reserved(self.device))
 
+    def allocated_bytes(self) -> int:
+        return int(self._module.memory_allocated(self.device))
+
     def is_short(self) -> bool:
         free = self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device)
         return bool(free - self._module.memory_allocated(self.device) < _SHORT * self.capacity_bytes)
@@ -192,8 +198,11 @@ class _Metal:
     def peak_bytes(self) -> int:
         return torch.mps.driver_allocated_memory()
 
+    def allocated_bytes(self) -> int:
+        return torch.mps.current_allocated_memory()
+
     def is_short(self) -> bool:
-        return self.capacity_bytes - torch.mps.current_allocated_memory() < _SHORT * self.capacity_bytes
+        return self.capacity_bytes - self.allocated_bytes() < _SHORT * self.capacity_bytes
 
     def empty_cache(self) -> None:
         torch.mps.empty_cache()
@@ -239,6 +248,9 @@ class _Host:
 
     def peak_bytes(self) -> int:
         return self._simulation.peak_bytes if self._simulation is not None else _resident_peak_bytes()
+
+    def allocated_bytes(self) -> int:
+        return self._simulation.live_bytes if self._simulation is not None else 0
 
     def is_short(self) -> bool:
         if self._simulation is not None:
