@@ -362,13 +362,12 @@ class Entry:
         self._lost_before: list[str] = _NONE  # what was written before there was a copy
         self._states: dict[torch.optim.Optimizer, _OptimizerState] = {}
         self._updated: list[torch.optim.Optimizer] = []  # those that have completed an update
-        self._updating: torch.optim.Optimizer | None = None
         self._has_gone_on = watch.is_new  # look at what was written before a backward
         self._unseen: list[str] = []  # updates that `_version` does not show
 
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Note *optimizer*'s state; before its first update, copy everything to the host, and if it is not the last."""
-        watch, self._updating = self._watch, optimizer
+        watch = self._watch
         if watch.is_new:
             self.look()
         if id(optimizer) not in watch.settled:
@@ -388,14 +387,11 @@ class Entry:
         if self._watch.is_new:
             self.look()
         self._updated.append(optimizer)
-        self._updating = None
         if _is_fused(optimizer) and not self._states[optimizer].copied:
             self._unseen.append(f"the update of {type(optimizer).__name__}")
 
     def goes_on(self) -> None:
         """Note what was written before the end of the call, at a backward or when memory has run out."""
-        if self._updating is not None:
-            return
         if self._updated or self._has_gone_on:
             watch = self._watch
             watch.followed.update(map(id, self._updated))
