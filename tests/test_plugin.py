@@ -1,5 +1,6 @@
 """The pytest plugin: a marker that simulates a device for a test, and a fixture that is the device."""
 
+import importlib
 import importlib.metadata
 
 import pytest
@@ -22,6 +23,8 @@ RUNS_OUT = """
 def run(pytester, request):
     """Run a test file in its own pytest and return the result."""
     pytester.syspathinsert(request.config.rootpath)
+    # What the inner run imports is forgotten after it, and the compiler registers operators, which it can do once.
+    importlib.import_module("torch._dynamo")
 
     def run(text, *options):
         pytester.makepyfile("import unittest\nimport pytest\nimport torch\n" + text.replace("RUNS_OUT", RUNS_OUT))

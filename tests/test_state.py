@@ -155,6 +155,22 @@ def test_an_object_that_has_every_attribute_is_taken_for_nothing_special():
     assert names(step) == ("random state",)
 
 
+def test_what_is_keyed_by_a_tensor_is_named_without_computing_on_its_device(monkeypatch):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(torch.nn.Parameter, "__repr__", lambda _: pytest.fail("a parameter was printed"))
+
+    def step():
+        model.train()
+        optimizer.step()
+
+    names = list(find_state(step).tensors.values())
+
+    assert "optimizer.state.model.weight.exp_avg" in names
+
+
 def test_cycles_and_shared_things_are_met_once():
     first = nn.Linear(2, 1)
     box = {"a": first, "b": first}

@@ -192,7 +192,13 @@ class _Walk:
 
     def items(self, entries: Iterable[tuple[object, object]], prefix: str, owner: object = None) -> None:
         for key, value in list(entries):
-            self.value(value, f"{prefix}{key}", owner)
+            self.value(value, f"{prefix}{self._label(key)}", owner)
+
+    def _label(self, key: object) -> object:
+        """Return what stands for *key* in a name; printing a tensor would compute on its device."""
+        if isinstance(key, torch.Tensor):
+            return self.found.tensors.get(key, "tensor")
+        return key if isinstance(key, _PLAIN) else type(key).__name__
 
     def function(self, function: Any) -> None:
         """Follow what the code of *function*, and of what it wraps, can reach."""
