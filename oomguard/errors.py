@@ -56,7 +56,7 @@ class InputError(OOMGuardError, ValueError):
 
 
 class SplitError(OOMGuardError, torch.OutOfMemoryError):
-    """Memory ran out, and this step can't run in pieces; the message names the reason."""
+    """Memory ran out, and this step can't run in pieces, or leaves memory behind; the message names the reason."""
 
 
 class RestoreError(OOMGuardError):

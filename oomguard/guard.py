@@ -174,7 +174,7 @@ class Guard:
 
         Raises:
             BatchLimitError: Pieces of `min_batch_size` run out of memory too.
-            SplitError: Memory ran out, and the step can't run in pieces.
+            SplitError: Memory ran out, and the step can't run in pieces, or every attempt leaves some behind.
             RestoreError: Memory ran out after something was written that has no copy.
             InputError: The arguments have no batch that can be split.
 
