@@ -15,6 +15,7 @@ from training import assert_same, batches, snapshot
 
 from oomguard import BatchLimitError, Input, current_guard, fit_batch, oom_guard
 from oomguard.errors import InputError, OOMGuardWarning, RestoreError, SplitError
+from oomguard.memory.device import _Host
 from oomguard.testing import simulate_oom
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -952,6 +953,19 @@ def test_memory_that_stays_once_in_a_while_stops_nothing(leaks):
             guard.run(leaks.step_that_leaks_whole_batches, torch.ones(8, 256))
 
     assert guard.report.ooms == 12
+
+
+def test_the_device_is_asked_what_is_held_only_where_memory_has_just_run_out(log, mocker):
+    asked = mocker.spy(_Host, "allocated_bytes")
+    with oom_guard() as guard:
+        guard.run(Recorder(8), torch.ones(8))
+        assert asked.call_count == 0
+        guard.run(Recorder(8), torch.ones(16))
+        for _ in range(20):
+            guard.run(Recorder(8), torch.ones(8))
+
+    assert log.count(16) == 1
+    assert 0 < asked.call_count < 12
 
 
 def test_a_refusal_is_an_oom_for_those_who_catch_one():

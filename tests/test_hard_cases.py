@@ -440,6 +440,46 @@ def test_a_fused_update_that_was_under_way_is_named(monkeypatch):
             guard.run(run.step, *BATCH)
 
 
+class ThroughData(torch.optim.Optimizer):
+    """Writes where no `_version` shows it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.Adam, lambda p: torch.optim.Adam(p, fused=True), ThroughData], ids=["", "fused", "data"]
+)
+def test_an_update_that_is_not_the_last_of_a_call_is_undone(optimizer):
+    def make():
+        first, second = catalogue.plain(optimizer), catalogue.sgd_momentum()
+        state = {f"{n} {name}": t for n, run in enumerate((first, second)) for name, t in run.state.items()}
+        return Training(lambda x, y: first.step(x, y) + second.step(x, y), state)
+
+    assert set(outcomes(make, 1)) - {OUTSIDE} == {AS_BEFORE}
+    assert outcomes(make, 1).count(OUTSIDE) == 1  # the sum of the losses
+
+
+@pytest.mark.parametrize("make", [catalogue.sam, catalogue.sam_through_data])
+def test_what_a_call_writes_early_is_still_known_when_its_state_is_looked_up_again(make):
+    run, (x, y) = make(), BATCH
+    opt = next(thing for thing in run.state.values() if isinstance(thing, torch.optim.Optimizer))
+    device, guard = simulate_oom("1GiB"), oom_guard()
+    with guard, device:
+        guard.run(run.step, x, y)
+    opt.load_state_dict(opt.state_dict())
+    before = snapshot(run)
+    with guard, simulate_oom(fail_at=device.allocations - 3), pytest.raises(SplitError):
+        guard.run(run.step, x, y)
+
+    assert_same(snapshot(run), before, rtol=0, atol=0)
+
+
 # Where it runs out, and where it is cut short
 
 
@@ -554,6 +594,16 @@ def test_memory_that_runs_out_during_recovery_is_met_by_emptying_the_cache(place
 
     assert guard.limit == ITEMS // 2  # no smaller pieces for that
     assert_same(snapshot(run), snapshot(expected))
+
+
+def test_memory_that_runs_out_when_pieces_of_their_own_are_joined_is_met_by_emptying_the_cache(monkeypatch):
+    fail_at(monkeypatch, "while the results are joined", 1, torch.OutOfMemoryError(OOM))
+    x = torch.arange(4.0)
+
+    with oom_guard(update="each") as guard, simulate_oom(fail_at=1):
+        result = guard.run(lambda x: x * 2, x)
+
+    assert result.tolist() == [0, 2, 4, 6]
 
 
 def test_where_there_is_no_room_to_put_back_the_error_says_so(monkeypatch):

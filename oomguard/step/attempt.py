@@ -142,7 +142,6 @@ class Watch:
         """Take over what *earlier* has learnt of the same tensors."""
         self.is_new = earlier.is_new or not set(self.parameters) <= set(earlier.parameters)
         self.unseen = [pair for pair in earlier.unseen if pair[0] in self.found.tensors]
-        self.followed = earlier.followed & set(map(id, self.found.optimizers))
         self.early = {tensor: None for tensor in earlier.early if tensor in self.found.tensors}
 
     def copy_what_moves(self) -> None:
@@ -362,7 +361,7 @@ class Entry:
         self._lost_before: list[str] = _NONE  # what was written before there was a copy
         self._states: dict[torch.optim.Optimizer, _OptimizerState] = {}
         self._updated: list[torch.optim.Optimizer] = []  # those that have completed an update
-        self._has_gone_on = watch.is_new  # look at what was written before a backward
+        self._has_gone_on = watch.is_new  # a later call looks from its second backward on
         self._unseen: list[str] = []  # updates that `_version` does not show
 
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -397,9 +396,9 @@ class Entry:
             watch.followed.update(map(id, self._updated))
             own = {id(p) for optimizer in self._states for group in optimizer.param_groups for p in group["params"]}
             pairs = zip(self._watched, self._versions, strict=True)
-            written = [t for (t, _), version in pairs if t._version != version]
-            early = [t for t in (*written, *(t for t, _ in watch.unseen)) if id(t) not in own]
-            watch.early.update(dict.fromkeys(early))
+            written = [tensor for (tensor, _), version in pairs if tensor._version != version]
+            written += [tensor for tensor, _ in watch.unseen]
+            watch.early.update(dict.fromkeys(tensor for tensor in written if id(tensor) not in own))
         self._has_gone_on = True
 
     def look(self) -> None:

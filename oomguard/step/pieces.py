@@ -328,7 +328,6 @@ class PiecewiseRun(WholeRun):
         """Weight what flows in, and gather what flows out."""
         if self._watch.is_new:
             self._entry.look()
-        self._entry.goes_on()
         gradients, _, create_graph, inputs, *_ = args
         if not kwargs.get("accumulate_grad"):
             self._check_grad(outputs, inputs)
