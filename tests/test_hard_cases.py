@@ -423,6 +423,19 @@ def test_a_loaded_checkpoint_is_looked_up_again():
     assert opt.param_groups[0]["lr"] == 0.2  # two pieces
 
 
+@pytest.mark.parametrize(
+    "forget",
+    [lambda opt: opt.state.clear(), lambda opt: setattr(opt, "state", collections.defaultdict(dict))],
+    ids=["emptied", "replaced"],
+)
+def test_an_update_that_creates_its_state_once_more_is_undone(forget):
+    def make():
+        run = catalogue.adam()
+        return Training(run.step, run.state, lambda _: forget(run.state["opt"]))
+
+    assert set(outcomes(make, 1)) == {EXACT}
+
+
 def test_a_fused_update_that_was_under_way_is_named(monkeypatch):
     run = catalogue.plain(lambda p: torch.optim.Adam([{"params": [each]} for each in p], fused=True))
     real, left = torch._fused_adam_, [2]

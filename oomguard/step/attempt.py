@@ -10,6 +10,7 @@ whether a tensor was written, and what was written needs a full copy
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -46,8 +47,8 @@ class Watch:
         parameters: The leaves that gradients are gathered for; grows when a
             backward meets one that the walk did not.
         watched: Tensors, with their names, that an attempt should leave unwritten until its update.
-        settled: Optimizers (by `id`) that have completed an update. Before that, an
-            update creates state, in the middle of which `_version` can't help.
+        settled: Optimizers (by `id`) that have completed an update, with the number of parameters that had state
+            then. With less, an update creates state, in the middle of which `_version` can't help.
         followed: Optimizers (by `id`) whose update was not the end of a call: memory may run out behind it, so
             that what they write is copied before they do.
         early: Tensors that the step itself writes before the end of a call, copied at entry for the same reason.
@@ -64,7 +65,7 @@ class Watch:
         self._complete, self._lengths = found, [len(optimizer.state) for optimizer in found.optimizers]
         self.parameters = found.parameters
         self.norm_buffers = found.norm_buffers()
-        self.settled: set[int] = set()
+        self.settled: dict[int, int] = {}
         self.followed: set[int] = set()
         self.early: dict[torch.Tensor, None] = {}
         self.surveyed = False
@@ -369,7 +370,7 @@ class Entry:
         watch = self._watch
         if watch.is_new:
             self.look()
-        if id(optimizer) not in watch.settled:
+        if len(optimizer.state) < watch.settled.get(id(optimizer), sys.maxsize):
             if not self._is_copied:
                 self._is_copied, self._lost_before = True, self._written()
                 self._saved.append(Saved(watch.complete()))
@@ -382,7 +383,7 @@ class Entry:
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that *optimizer* has completed an update."""
-        self._watch.settled.add(id(optimizer))
+        self._watch.settled[id(optimizer)] = len(optimizer.state)
         if self._watch.is_new:
             self.look()
         self._updated.append(optimizer)
