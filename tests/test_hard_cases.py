@@ -403,24 +403,32 @@ def test_gradients_that_a_scaler_has_unscaled_in_place_are_named_or_come_back():
     assert set(outcomes(accumulated_and_unscaled, 1, snapshot=True)) == {EXACT}
 
 
-def test_a_loaded_checkpoint_is_looked_up_again():
-    """Loading replaces the groups that a schedule writes."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda opt: opt.load_state_dict(opt.state_dict()),
+        lambda opt: opt.add_param_group({"params": [torch.zeros(2, requires_grad=True)]}),
+    ],
+    ids=["a checkpoint is loaded", "a group is added"],
+)
+def test_groups_that_are_new_are_looked_up_again(change):
+    """A schedule writes them."""
     run = catalogue.sgd_momentum()
     opt = run.state["opt"]
 
     def step(x, y):
         run.step(x, y)
-        opt.param_groups[0]["lr"] *= 0.5
+        opt.param_groups[-1]["lr"] *= 0.5
         if len(x) > 4:
             raise torch.OutOfMemoryError(OOM)
 
     with oom_guard(update="each") as guard:
         guard.run(step, *(tensor[:4] for tensor in BATCH))
-        opt.load_state_dict(opt.state_dict())
-        opt.param_groups[0]["lr"] = 0.8
+        change(opt)
+        opt.param_groups[-1]["lr"] = 0.8
         guard.run(step, *BATCH)
 
-    assert opt.param_groups[0]["lr"] == 0.2  # two pieces
+    assert opt.param_groups[-1]["lr"] == 0.2  # two pieces
 
 
 @pytest.mark.parametrize(
