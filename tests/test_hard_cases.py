@@ -316,6 +316,35 @@ def test_numbers_and_tensors_that_an_optimizer_binds_anew_come_back():
     assert set(outcomes(lambda: catalogue.plain(Rebinding), 0)) == {EXACT}
 
 
+def test_what_only_some_parameters_bind_anew_comes_back():
+    def make():
+        run = catalogue.plain(Rebinding)
+        last = run.state["model"].last
+
+        def freeze(_):
+            last.requires_grad_(False)
+            last.weight.grad = last.bias.grad = None
+
+        return Training(run.step, run.state, freeze)
+
+    assert EXACT in outcomes(make, 2)[-8:]  # inside the update
+
+
+def test_what_a_call_writes_before_its_first_backward_is_undone():
+    def make():
+        run = catalogue.sgd_momentum()
+
+        def step(x, y):
+            with torch.no_grad():
+                for p in run.state["model"].parameters():
+                    p.clamp_(-0.3, 0.3)
+            return run.step(x, y)
+
+        return Training(step, run.state)
+
+    assert set(outcomes(make, 1)) == {AS_BEFORE}
+
+
 @pytest.mark.parametrize("name", catalogue.OPTIMIZERS)
 def test_an_optimizer_of_pytorchs_writes_its_state_in_place(name):
     """The guard looks only at a part of what these bind; SparseAdam and LBFGS are looked at closely."""
