@@ -169,7 +169,7 @@ def _require_level(record: Record, before: int, now: int) -> None:
         return
     record.growths.append(now - before)
     if len(record.growths) >= _LEAKS:
-        left = ", ".join(map(format_bytes, record.growths))
+        left = ", ".join(map(format_bytes, record.growths[-_LEAKS:]))
         raise SplitError(
             f"oomguard: {record.step.name} runs out of memory, and every attempt leaves some behind once it is undone: "
             f"{left} in the last {_LEAKS}, so that {format_bytes(now)} are held now. Something that the step calls "

@@ -94,4 +94,4 @@ def test_the_whole_matrix(cell, pool, judged):
 @pytest.mark.parametrize("mode", [Mode(0), Mode(1), Mode(1, snapshot=True), Mode(1, in_pieces=True)], ids=str)
 @pytest.mark.parametrize("cell", [SOME[0], SOME[1]], ids=str)
 def test_memory_may_run_out_twice_anywhere(cell, mode):
-    check(cell, mode, matrix.pairs(cell, mode, stride=3))
+    check(cell, mode, matrix.pairs(cell, mode, stride=2))

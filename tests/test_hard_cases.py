@@ -515,6 +515,27 @@ def test_an_update_that_is_not_the_last_of_a_call_is_undone(optimizer):
     assert outcomes(make, 1).count(OUTSIDE) == 1  # the sum of the losses
 
 
+@pytest.mark.parametrize("through_data", [False, True])
+def test_what_is_written_before_an_update_that_is_not_the_last_is_undone_too(through_data):
+    def make():
+        first, second = catalogue.sgd_momentum(), catalogue.sgd_momentum()
+        state = {f"{n} {name}": t for n, run in enumerate((first, second)) for name, t in run.state.items()}
+        model, opt = first.state["model"], first.state["opt"]
+
+        def step(x, y):
+            opt.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    (p.data if through_data else p).clamp_(-0.3, 0.3)
+            opt.step()
+            return second.step(x, y)
+
+        return Training(step, state)
+
+    assert set(outcomes(make, 1)) == {AS_BEFORE}
+
+
 @pytest.mark.parametrize("make", [catalogue.sam, catalogue.sam_through_data])
 def test_what_a_call_writes_early_is_still_known_when_its_state_is_looked_up_again(make):
     run, (x, y) = make(), BATCH

@@ -156,7 +156,7 @@ class _Caching:
 
     def is_short(self) -> bool:
         free = self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device)
-        return bool(free - self._module.memory_allocated(self.device) < _SHORT * self.capacity_bytes)
+        return bool(free - self.allocated_bytes() < _SHORT * self.capacity_bytes)
 
     def empty_cache(self) -> None:
         self._module.empty_cache()
@@ -254,7 +254,7 @@ class _Host:
 
     def is_short(self) -> bool:
         if self._simulation is not None:
-            return self.capacity_bytes - self._simulation.live_bytes < _SHORT * self.capacity_bytes
+            return self.capacity_bytes - self.allocated_bytes() < _SHORT * self.capacity_bytes
         return available_bytes() < _SHORT * self.capacity_bytes
 
     def empty_cache(self) -> None:

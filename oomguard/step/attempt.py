@@ -240,8 +240,7 @@ class _OptimizerState:
         self._lists = [list(held) for held in bindings.lists] if bindings.lists else _NONE
         self.copied: dict[torch.Tensor, torch.Tensor] = {}
         if copy:
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self.copied = {tensor: _on_host(tensor) for tensor in (*parameters, *bindings.tensors)}
+            self.copied = {tensor: _on_host(tensor) for tensor in (*parameters_of(optimizer), *bindings.tensors)}
 
     def restore(self) -> None:
         """Bind what was bound: numbers and lists come back, and tensors that were copied or not written in place."""
@@ -294,6 +293,11 @@ def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     with beside_the_device():
         return tensor.detach().to("cpu", copy=True)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that *optimizer* updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -362,6 +366,7 @@ class Entry:
         self._lost_before: list[str] = _NONE  # what was written before there was a copy
         self._states: dict[torch.optim.Optimizer, _OptimizerState] = {}
         self._updated: list[torch.optim.Optimizer] = []  # those that have completed an update
+        self._by_hand: list[torch.Tensor] = []  # what was written before an update began
         self._has_gone_on = watch.is_new  # a later call looks from its second backward on
         self._unseen: list[str] = []  # updates that `_version` does not show
 
@@ -379,6 +384,8 @@ class Entry:
                 self._saved.append(Saved(find_state(_nothing, optimizer)))
         if optimizer not in self._states:
             copy = not self._is_copied and id(optimizer) in watch.followed
+            if copy or watch.is_new:  # a copy that is made now does not hold what was there before these
+                self._by_hand += self._written_by_hand()
             self._states[optimizer] = _OptimizerState(optimizer, watch.bindings_of(optimizer), copy=copy)
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
@@ -393,20 +400,25 @@ class Entry:
     def goes_on(self) -> None:
         """Note what was written before the end of the call, at a backward or when memory has run out."""
         if self._updated or self._has_gone_on:
-            watch = self._watch
-            watch.followed.update(map(id, self._updated))
-            own = {id(p) for optimizer in self._states for group in optimizer.param_groups for p in group["params"]}
-            pairs = zip(self._watched, self._versions, strict=True)
-            written = [tensor for (tensor, _), version in pairs if tensor._version != version]
-            written += [tensor for tensor, _ in watch.unseen]
-            watch.early.update(dict.fromkeys(tensor for tensor in written if id(tensor) not in own))
+            self._watch.followed.update(map(id, self._updated))
+            self._watch.early.update(dict.fromkeys((*self._by_hand, *self._written_by_hand())))
         self._has_gone_on = True
+
+    def _written_by_hand(self) -> list[torch.Tensor]:
+        """Return the watched tensors that were written, less those of optimizers that have begun an update."""
+        own = {id(parameter) for optimizer in self._states for parameter in parameters_of(optimizer)}
+        pairs = zip(self._watched, self._versions, strict=True)
+        written = [tensor for (tensor, _), version in pairs if tensor._version != version]
+        if self._watch.is_new:
+            written += [tensor for tensor, _ in self._watch.unseen]
+        written += [tensor for tensor, _ in self._changed_without_a_trace()]
+        return [tensor for tensor in written if id(tensor) not in own]
 
     def look(self) -> None:
         """Note, in a first call, what was written without a trace since the last look: later calls watch it closely."""
         watch = self._watch
         before, self._looks = self._looks, _looks(self._watched)
-        announced = {id(p) for o in watch.found.optimizers if _is_fused(o) for g in o.param_groups for p in g["params"]}
+        announced = {id(p) for o in watch.found.optimizers if _is_fused(o) for p in parameters_of(o)}
         known = announced | {id(tensor) for tensor, _ in watch.unseen}
         for pair, (version, value), (old_version, old_value) in zip(self._watched, self._looks, before, strict=True):
             if version == old_version and not _same(value, old_value) and id(pair[0]) not in known:
@@ -519,15 +531,19 @@ class Entry:
 
     def _written(self) -> list[str]:
         """Name the state that was written, whether or not it has a copy; gradients come back by another way."""
-        copied = {id(tensor) for tensor, _, _ in self._first}
-        copied |= {id(tensor) for state in self._states.values() for tensor in state.copied}
+        copied = {id(tensor) for state in self._states.values() for tensor in state.copied}
+        copied -= set(map(id, self._by_hand))
+        copied |= {id(tensor) for tensor, _, _ in self._first}
         pairs = zip(self._watched, self._versions, strict=True)
         names = [name for (t, name), version in pairs if t._version != version and id(t) not in copied]
         for state in self._states.values():
             names += state.written(self._watch.found.tensors)
-        closely = [(pair, before) for pair, before in self._closely if id(pair[0]) not in copied]
-        names += [name for (tensor, name), before in closely if not _same(_fingerprint(tensor), before)]
+        names += [name for tensor, name in self._changed_without_a_trace() if id(tensor) not in copied]
         return names + self._unseen
+
+    def _changed_without_a_trace(self) -> list[tuple[torch.Tensor, str]]:
+        """Return what is watched closely and was written, with its name."""
+        return [pair for pair, before in self._closely if not _same(_fingerprint(pair[0]), before)]
 
     def _changed_gradients(self) -> list[int]:
         """Return the positions of the gradients at entry that were written."""

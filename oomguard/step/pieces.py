@@ -36,7 +36,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
 from oomguard.memory.device import computes
-from oomguard.step.attempt import Entry, Watch
+from oomguard.step.attempt import Entry, Watch, parameters_of
 from oomguard.step.audit import Audit, ReadAudit, Refusal, WriteAudit
 from oomguard.step.state import Saved
 
@@ -417,7 +417,7 @@ class PiecewiseRun(WholeRun):
             self._hold_back(optimizer)
 
     def _hold_back(self, optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         if any(parameter.grad is not None for parameter in parameters):
             raise Refusal("it sets gradients by hand")
         if self._audit is not None:
